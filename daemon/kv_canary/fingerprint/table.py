@@ -1,0 +1,63 @@
+"""The seam between the verifier and the devices: a table of expected fingerprints that can re-read its pages.
+
+One table a canary group. It is used by the canary thread alone; page numbers come and fingerprints go as host arrays,
+the pages' bytes stay where they are. `open_table` picks the implementation for the group's device; the concrete
+backends are imported inside it, so that nothing is compiled or imported for a device that is not there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_canary.geometry import CanaryGroup
+
+PageArray = npt.NDArray[np.int64]
+FingerprintArray = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """Where `verify` found another fingerprint than the expected one; all arrays have one entry a (page, stripe).
+
+    `rows` are positions in the array of pages that was verified.
+    """
+
+    rows: PageArray
+    stripes: PageArray
+    found: FingerprintArray
+
+
+class FingerprintTable(Protocol):
+    """Expected fingerprints of one group, shape [pages, stripes], uint64, beside the memory they speak of."""
+
+    backend: str
+
+    def read(self, pages: PageArray) -> FingerprintArray:
+        """Fingerprints of the bytes that are there now, shape [len(pages), stripes]. Writes nothing."""
+
+    def verify(self, pages: PageArray) -> Differences:
+        """Re-reads `pages` and returns only what differs from the table."""
+
+    def expected(self, pages: PageArray) -> FingerprintArray:
+        """Rows of the table."""
+
+    def store(self, pages: PageArray, fingerprints: FingerprintArray) -> None:
+        """Replaces rows of the table."""
+
+    def find(self, stripe: int, fingerprint: int) -> PageArray:
+        """Pages that the table expects this fingerprint of (for the cause of a misdirected copy)."""
+
+
+def open_table(group: CanaryGroup, *, threads: int = 1) -> FingerprintTable:
+    """The table for the group's device. All compilation happens here, so call it before traffic."""
+    if group.device.type == "cpu":
+        from kv_canary.fingerprint.cpu import CpuTable
+
+        return CpuTable(group, threads=threads)
+    from kv_canary.fingerprint.tensor import TensorTable
+
+    return TensorTable(group)

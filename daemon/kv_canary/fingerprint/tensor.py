@@ -1,0 +1,124 @@
+"""Any-device backend in plain torch operations: a slow reference that runs wherever torch does.
+
+It is what a CUDA pool is read with until a kernel of its own exists, and what the conformance suite holds against the
+definition on a device. It reads on a stream of its own and copies a chunk of pages before it sums them, so it needs
+`CHUNK_BYTES` of device memory for a moment. Used by the canary thread.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from kv_canary.fingerprint import spec
+from kv_canary.fingerprint.table import Differences, FingerprintArray, PageArray
+from kv_canary.geometry import WORD, CanaryGroup, PageBuffer
+from kv_canary.identity import splitmix64_scalar
+
+CHUNK_BYTES = 4 << 20
+
+_LOW = 0xFFFFFFFF
+
+
+def _logical_shift(values: torch.Tensor, bits: int) -> torch.Tensor:
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _splitmix(values: torch.Tensor) -> torch.Tensor:
+    z = values + _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _logical_shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _logical_shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _logical_shift(z, 31)
+
+
+def _pages_view(buffer: PageBuffer) -> torch.Tensor:
+    """uint8 [pages, axes in logical order..., run_bytes], a view of the pool's memory."""
+    storage = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.tensor.untyped_storage())
+    axes = sorted(buffer.axes, key=lambda axis: -axis.logical_stride)
+    return storage.as_strided(
+        (buffer.pages, *(axis.count for axis in axes), buffer.run_bytes),
+        (buffer.page_stride, *(axis.memory_stride for axis in axes), 1),
+        buffer.offset,
+    )
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    make_stream: Any = torch.cuda.Stream
+    stream: torch.cuda.Stream = make_stream(device)
+    return stream
+
+
+class TensorTable:
+    """`FingerprintTable` in torch operations."""
+
+    backend = "tensor"
+
+    def __init__(self, group: CanaryGroup) -> None:
+        self._group = group
+        self._device = group.device
+        self._views = [[_pages_view(buffer) for buffer in stripe.buffers] for stripe in group.stripes]
+        keys = spec.keys(max((stripe.words for stripe in group.stripes), default=1)).view(np.int64)
+        self._keys = torch.from_numpy(keys.copy()).to(self._device)
+        self._lengths = [_signed(splitmix64_scalar(stripe.bytes_per_page)) for stripe in group.stripes]
+        self._expected = np.zeros((group.pages, len(group.stripes)), np.uint64)
+        self._stream = _side_stream(self._device)
+        self._rows = max(1, CHUNK_BYTES // max((stripe.words * WORD for stripe in group.stripes), default=1))
+
+    @property
+    def nbytes(self) -> int:
+        return self._expected.nbytes + self._keys.nbytes
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream that pages are read on; fences are waited for there."""
+        return self._stream
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def read(self, pages: PageArray) -> FingerprintArray:
+        out = np.empty((len(pages), len(self._group.stripes)), np.uint64)
+        with torch.inference_mode(), self._on_stream():
+            for start in range(0, len(pages), self._rows):
+                index = torch.from_numpy(np.ascontiguousarray(pages[start : start + self._rows])).to(self._device)
+                for stripe in range(len(self._views)):
+                    # .cpu() waits for this stream alone, with the GIL released
+                    out[start : start + len(index), stripe] = self._stripe(stripe, index).cpu().numpy().view(np.uint64)
+        return out
+
+    def _stripe(self, stripe: int, index: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(index), dtype=torch.int64, device=self._device)
+        first = 0
+        for buffer, view in zip(self._group.stripes[stripe].buffers, self._views[stripe], strict=True):
+            raw = view.index_select(0, index).reshape(len(index), -1)
+            if raw.shape[1] % WORD:
+                raw = torch.nn.functional.pad(raw, (0, -raw.shape[1] % WORD))
+            words = raw.view(torch.int64)
+            v = words ^ self._keys[first : first + buffer.words]
+            terms = (v & _LOW) * _logical_shift(v, 32) + ((words << 32) | _logical_shift(words, 32))
+            total += terms.sum(dim=1)
+            first += buffer.words
+        return _splitmix(total ^ self._lengths[stripe])
+
+    def verify(self, pages: PageArray) -> Differences:
+        found = self.read(pages)
+        rows, stripes = np.nonzero(found != self._expected[pages])
+        return Differences(rows=rows, stripes=stripes, found=found[rows, stripes])
+
+    def expected(self, pages: PageArray) -> FingerprintArray:
+        return self._expected[pages]
+
+    def store(self, pages: PageArray, fingerprints: FingerprintArray) -> None:
+        self._expected[pages] = fingerprints
+
+    def find(self, stripe: int, fingerprint: int) -> PageArray:
+        return np.flatnonzero(self._expected[:, stripe] == np.uint64(fingerprint))

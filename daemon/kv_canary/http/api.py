@@ -1,0 +1,80 @@
+"""The control API as an application: builds it, guards it, documents it.
+
+Every read answers from the newest snapshot; every write becomes a command for the canary thread. Nothing here touches a
+tensor, and no route blocks: they all run on the event loop of the HTTP thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from kv_canary._version import __version__
+from kv_canary.clock import Clock, SystemClock
+from kv_canary.commands import Control
+from kv_canary.http.probes import add_probe_routes
+from kv_canary.http.problems import as_problem_media_type, install_problem_handlers
+from kv_canary.http.reads import add_read_routes
+from kv_canary.http.security import SecurityMiddleware, SecurityPolicy
+from kv_canary.http.stream import StreamTiming, add_stream_route
+from kv_canary.http.writes import add_write_routes
+from kv_canary.settings import Settings
+
+COMMAND_TIMEOUT_SECONDS = 5.0
+
+
+class CanaryApi(FastAPI):
+    """FastAPI with the guard outside everything else, and with problems documented under their own media type.
+
+    `app.state.stopping` is an `asyncio.Event`: once set, open streams and waiting writes end by themselves.
+    """
+
+    def __init__(self, policy: SecurityPolicy) -> None:
+        self._policy = policy
+        # Newer FastAPI reports to the process's OpenTelemetry providers, which are the host's; older ones ignore this.
+        quiet: Any = dict.fromkeys(("tracing", "metrics", "logs", "operation_spans", "auto_configure"), False)
+        super().__init__(
+            title="KV Canary",
+            summary="Guards the KV cache of this LLM server.",
+            version=__version__,
+            docs_url=None,  # the documentation pages load their scripts from elsewhere
+            redoc_url=None,
+            redirect_slashes=False,
+            telemetry=quiet,
+        )
+        self.state.stopping = asyncio.Event()
+
+    def build_middleware_stack(self) -> ASGIApp:
+        # Not `add_middleware`: FastAPI puts layers of its own around those.
+        return SecurityMiddleware(super().build_middleware_stack(), self._policy)
+
+    def openapi(self) -> dict[str, Any]:
+        return as_problem_media_type(super().openapi())
+
+
+def build_app(
+    control: Control,
+    *,
+    settings: Settings,
+    clock: Clock | None = None,
+    targets: Callable[[], list[str]] | None = None,
+    command_timeout_seconds: float = COMMAND_TIMEOUT_SECONDS,
+    stream_timing: StreamTiming | None = None,
+) -> CanaryApi:
+    """The whole API over `control`.
+
+    `settings` gives what cannot change while running: the bound host, the token file and the allowed hosts.
+    `targets` lists the `host:port` of the sidecars of all local ranks; it is called off the event loop, so it may read
+    files. Without it, `/v1/targets` lists this sidecar.
+    """
+    app = CanaryApi(SecurityPolicy.of(settings.host, settings.token_file, settings.allowed_hosts))
+    install_problem_handlers(app)
+    add_probe_routes(app, control, clock or SystemClock(), targets)
+    add_stream_route(app, control, stream_timing or StreamTiming())
+    add_read_routes(app, control)
+    add_write_routes(app, control, command_timeout_seconds)
+    return app

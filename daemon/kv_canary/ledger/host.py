@@ -1,0 +1,263 @@
+"""The ledger of an engine whose page numbers are host integers: events are recorded on its thread and replayed on ours.
+
+Who writes what. The engine's thread writes `_live` (the generations) and appends to `_events`; the canary thread
+replays the events into the `PageTable` and writes all else. The engine's thread does two things a call, both O(pages
+touched): it raises the live generations where the event says that the pages may be written anew, and it appends one
+tuple.
+
+Why that is enough. The engine raises a live generation before it launches the write, on the same thread, so whoever has
+read a byte of that write finds the raised generation when it looks afterwards (it looks while it holds the GIL, which
+orders it after the engine's store). The replayed table may be behind: then its generation differs from the live one and
+the page is left alone until the replay has caught up. Nothing but the generation is needed for that, so nothing else is
+in a hurry.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_canary.ledger.arrays import HostArrays
+from kv_canary.ledger.base import LedgerRow, OwnerNames, PageArray, WorkQueue
+from kv_canary.ledger.states import Reason, Violation
+from kv_canary.ledger.transitions import PageTable
+from kv_canary.ledger.work import Fence, Work
+
+MAXIMUM_PENDING_EVENTS = 200_000
+
+(
+    _STEP,
+    _ALLOCATE,
+    _WRITE,
+    _SEAL,
+    _CLAIM,
+    _REOPEN,
+    _ADOPT,
+    _RELEASE,
+    _FREE,
+    _MOVE,
+    _FORGET,
+    _RESET,
+) = range(12)
+
+
+class HostLedger:
+    """`Ledger` for host page numbers."""
+
+    def __init__(self, name: str, pages: int, *, maximum_pending_events: int = MAXIMUM_PENDING_EVENTS) -> None:
+        self.name = name
+        self.pages = pages
+        self._arrays = HostArrays()
+        self._live: PageArray = np.zeros(pages, np.int64)
+        self._events: deque[tuple[Any, ...]] = deque()
+        self._maximum = maximum_pending_events
+        self._overrun = False
+        self._table = PageTable(pages, self._arrays, self._flag)
+        self._names = OwnerNames()
+        self._work = WorkQueue()
+        self._violations: list[Violation] = []
+
+    # Engine's thread
+
+    def _record(self, *event: Any) -> None:
+        if len(self._events) >= self._maximum:
+            self._overrun = True  # nobody replays: hold no more memory; the generations above still protect every page
+            return
+        self._events.append(event)
+
+    def step(self) -> None:
+        self._record(_STEP)
+
+    def allocate(self, pages: Any, owner: Any = 0) -> None:
+        pages = np.array(pages, np.int64)
+        self._live[pages] += 1
+        self._record(_ALLOCATE, pages, owner)
+
+    def write(self, pages: Any, owner: Any = 0) -> None:
+        self._record(_WRITE, np.array(pages, np.int64), owner)
+
+    def seal(self, pages: Any, identity: Any = 0, *, fence: Fence | None = None) -> None:
+        self._record(_SEAL, np.array(pages, np.int64), np.array(identity, np.int64), fence)
+
+    def claim(self, pages: Any, identity: Any = 0, owner: Any = 0) -> None:
+        self._record(_CLAIM, np.array(pages, np.int64), np.array(identity, np.int64), owner)
+
+    def reopen(self, pages: Any) -> None:
+        pages = np.array(pages, np.int64)
+        self._live[pages] += 1
+        self._record(_REOPEN, pages)
+
+    def adopt(
+        self, pages: Any, identity: Any = 0, owner: Any = 0, *, owners: Any = 1, fence: Fence | None = None
+    ) -> None:
+        self._record(_ADOPT, np.array(pages, np.int64), np.array(identity, np.int64), owner, np.array(owners), fence)
+
+    def release(self, pages: Any, owner: Any = 0) -> None:
+        self._record(_RELEASE, np.array(pages, np.int64), owner)
+
+    def free(self, pages: Any, *, fence: Fence | None = None) -> None:
+        self._record(_FREE, np.array(pages, np.int64), fence)
+
+    def move(self, sources: Any, targets: Any, owner: Any = 0, *, fence: Fence | None = None) -> None:
+        self._record(_MOVE, np.array(sources, np.int64), np.array(targets, np.int64), owner, fence)
+
+    def forget(self, pages: Any) -> None:
+        pages = np.array(pages, np.int64)
+        self._live[pages] += 1
+        self._record(_FORGET, pages)
+
+    def reset(self) -> None:
+        self._live += 1
+        self._events.clear()
+        self._overrun = False
+        self._record(_RESET, self._live.copy())
+
+    # Canary thread
+
+    def catch_up(self, *, seconds: float) -> bool:
+        until = perf_counter() + seconds
+        while True:
+            try:
+                event = self._events.popleft()
+            except IndexError:
+                return True
+            self._replay(event)
+            if perf_counter() >= until:
+                return not self._events
+
+    def _replay(self, event: tuple[Any, ...]) -> None:
+        table, kind = self._table, event[0]
+        if kind == _STEP:
+            table.step += 1
+        elif kind == _RESET:
+            self._replay_reset(event[1])
+        elif kind == _MOVE:
+            _, sources, targets, owner, fence = event
+            table.move(sources, targets, self._owner(owner))
+            self._work.append(
+                Work(
+                    kind="move",
+                    pages=targets,
+                    generations=table.generation[targets],
+                    fence=fence,
+                    sources=sources,
+                    source_generations=table.generation[sources],
+                )
+            )
+        elif kind == _ALLOCATE:
+            table.allocate(event[1], self._owner(event[2]))
+        elif kind == _WRITE:
+            table.write(event[1], self._owner(event[2]))
+        elif kind == _SEAL:
+            table.seal(event[1], event[2])
+            self._leave("seal", event[1], event[3])
+        elif kind == _CLAIM:
+            table.claim(event[1], event[2], self._owner(event[3]))
+            self._leave("claim", event[1], None)
+        elif kind == _REOPEN:
+            table.reopen(event[1])
+        elif kind == _ADOPT:
+            table.adopt(event[1], event[2], self._owner(event[3]), event[4])
+            self._leave("adopt", event[1], event[5])
+        elif kind == _RELEASE:
+            table.release(event[1], self._owner(event[2]))
+        elif kind == _FREE:
+            table.free(event[1])
+            self._leave("free", event[1], event[2])
+        elif kind == _FORGET:
+            table.forget(event[1])
+
+    def _replay_reset(self, generations: PageArray) -> None:
+        for column in self._table.columns:
+            column[:] = 0
+        self._table.generation[:] = generations
+        self._work.clear()
+        self._violations.clear()
+
+    def _leave(self, kind: Any, pages: PageArray, fence: Fence | None) -> None:
+        self._work.append(Work(kind=kind, pages=pages, generations=self._table.generation[pages], fence=fence))
+
+    def _owner(self, owner: Any) -> Any:
+        if isinstance(owner, (str, int)):
+            return self._names.handle(owner)
+        return np.array([self._names.handle(one) for one in owner], np.int64)
+
+    def _flag(self, reason: Reason, pages: Any, mask: Any, owner: Any) -> None:
+        if not np.any(mask):
+            return
+        table = self._table
+        owners = np.broadcast_to(owner, pages.shape)
+        for index in np.flatnonzero(mask):
+            page = int(pages[index])
+            held = int(table.owner[page])
+            self._violations.append(
+                Violation(
+                    reason=reason,
+                    page=page,
+                    owner=int(owners[index]),
+                    previous_owner=held or int(table.previous_owner[page]),
+                    owners=int(table.owners[page]),
+                    state=int(table.state[page]),
+                    generation=int(table.generation[page]),
+                    step=table.step,
+                )
+            )
+
+    def take_work(self) -> Work | None:
+        return self._work.take()
+
+    def take_violations(self) -> list[Violation]:
+        taken, self._violations = self._violations, []
+        return taken
+
+    def generations(self, pages: PageArray) -> PageArray:
+        return self._live[pages]
+
+    def states(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        states: npt.NDArray[np.uint8] = self._table.state[start:stop]
+        return states
+
+    def row(self, page: int) -> LedgerRow:
+        table = self._table
+        return LedgerRow(
+            page=page,
+            state=int(table.state[page]),
+            generation=int(table.generation[page]),
+            owner=self._names.name(int(table.owner[page])),
+            previous_owner=self._names.name(int(table.previous_owner[page])),
+            owners=int(table.owners[page]),
+            identity=int(table.identity[page]),
+            changed_step=int(table.changed_step[page]),
+        )
+
+    def owner_name(self, handle: int) -> str | None:
+        return self._names.name(handle)
+
+    @property
+    def live_generations(self) -> PageArray:
+        """The live column itself, for an exchange of a byte under the GIL. Read only."""
+        return self._live
+
+    @property
+    def engine_step(self) -> int:
+        return self._table.step
+
+    @property
+    def claims(self) -> int:
+        return self._work.claims
+
+    @property
+    def claims_not_covered(self) -> int:
+        return int(self._table.claims_not_covered[0])
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._live.nbytes + sum(column.nbytes for column in self._table.columns))
+
+    @property
+    def overrun(self) -> bool:
+        return self._overrun

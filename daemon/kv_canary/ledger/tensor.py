@@ -1,0 +1,213 @@
+"""The ledger of an engine whose page numbers are tensors on the pool's device: the columns live there, in stream order.
+
+Who writes what. The engine's thread applies every event to the `PageTable` at once, as operations on its current
+stream, so the table changes in the order in which the writes follow; it appends the work that events leave. The canary
+thread reads the columns and writes none of them. A violation cannot be looked at on the host without waiting, so it is
+counted in a column (`violations`, written by the engine) and the canary thread compares the counts with those it saw
+last: no update is lost, though several at one page between two looks are reported as one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kv_canary.ledger.arrays import TensorArrays
+from kv_canary.ledger.base import LedgerRow, OwnerNames, PageArray, WorkQueue
+from kv_canary.ledger.states import Reason, Violation
+from kv_canary.ledger.transitions import PageTable
+from kv_canary.ledger.work import Fence, Work
+
+
+class TensorLedger:
+    """`Ledger` for device tensors of page numbers, int64 on `device`."""
+
+    def __init__(self, name: str, pages: int, device: torch.device) -> None:
+        self.name = name
+        self.pages = pages
+        self.device = device
+        self._arrays = TensorArrays(device)
+        self._table = PageTable(pages, self._arrays, self._flag)
+        self._violations = self._arrays.zeros(pages, "int32")
+        self._reason = self._arrays.zeros(pages, "int64")
+        self._culprit = self._arrays.zeros(pages, "int64")
+        self._seen = np.zeros(pages, np.int32)
+        self._names = OwnerNames()
+        self._work = WorkQueue()
+
+    # Engine's thread
+
+    def step(self) -> None:
+        self._table.step += 1
+
+    def allocate(self, pages: Any, owner: Any = 0) -> None:
+        self._table.allocate(self._arrays.pages(pages), self._owner(owner))
+
+    def write(self, pages: Any, owner: Any = 0) -> None:
+        self._table.write(self._arrays.pages(pages), self._owner(owner))
+
+    def seal(self, pages: Any, identity: Any = 0, *, fence: Fence | None = None) -> None:
+        pages = self._arrays.pages(pages)
+        self._table.seal(pages, self._identity(identity))
+        self._leave("seal", pages, fence)
+
+    def claim(self, pages: Any, identity: Any = 0, owner: Any = 0) -> None:
+        pages = self._arrays.pages(pages)
+        self._table.claim(pages, self._identity(identity), self._owner(owner))
+        self._leave("claim", pages, None)
+
+    def reopen(self, pages: Any) -> None:
+        self._table.reopen(self._arrays.pages(pages))
+
+    def adopt(
+        self, pages: Any, identity: Any = 0, owner: Any = 0, *, owners: Any = 1, fence: Fence | None = None
+    ) -> None:
+        pages = self._arrays.pages(pages)
+        held = owners if isinstance(owners, int) else torch.as_tensor(owners, device=self.device).to(torch.int32)
+        self._table.adopt(pages, self._identity(identity), self._owner(owner), held)
+        self._leave("adopt", pages, fence)
+
+    def release(self, pages: Any, owner: Any = 0) -> None:
+        self._table.release(self._arrays.pages(pages), self._owner(owner))
+
+    def free(self, pages: Any, *, fence: Fence | None = None) -> None:
+        pages = self._arrays.pages(pages)
+        self._table.free(pages)
+        self._leave("free", pages, fence)
+
+    def move(self, sources: Any, targets: Any, owner: Any = 0, *, fence: Fence | None = None) -> None:
+        sources, targets = self._arrays.pages(sources), self._arrays.pages(targets)
+        self._table.move(sources, targets, self._owner(owner))
+        generation = self._table.generation
+        self._work.append(
+            Work(
+                kind="move",
+                pages=targets,
+                generations=generation[targets],
+                fence=fence,
+                sources=sources,
+                source_generations=generation[sources],
+            )
+        )
+
+    def forget(self, pages: Any) -> None:
+        self._table.forget(self._arrays.pages(pages))
+
+    def reset(self) -> None:
+        table = self._table
+        table.generation += 1
+        for column in table.columns:
+            if column is not table.generation:
+                column.zero_()
+        self._work.clear()
+
+    def _leave(self, kind: Any, pages: Any, fence: Fence | None) -> None:
+        self._work.append(Work(kind=kind, pages=pages, generations=self._table.generation[pages], fence=fence))
+
+    def _owner(self, owner: Any) -> Any:
+        if isinstance(owner, (str, int)):
+            return self._names.handle(owner)
+        return torch.as_tensor(owner, device=self.device).to(torch.int64)
+
+    def _identity(self, identity: Any) -> Any:
+        return identity if isinstance(identity, int) else torch.as_tensor(identity, device=self.device).to(torch.int64)
+
+    def _flag(self, reason: Reason, pages: Any, mask: Any, owner: Any) -> None:
+        owners = owner if isinstance(owner, torch.Tensor) else torch.full_like(pages, owner)
+        self._reason[pages] = torch.where(mask, int(reason), self._reason[pages])
+        self._culprit[pages] = torch.where(mask, owners, self._culprit[pages])
+        self._violations.index_add_(0, pages, mask.to(torch.int32))
+
+    # Canary thread
+
+    def catch_up(self, *, seconds: float) -> bool:
+        return True
+
+    def take_work(self) -> Work | None:
+        work = self._work.take()
+        if work is None:
+            return None
+        return Work(
+            kind=work.kind,
+            pages=_host(work.pages),
+            generations=_host(work.generations),
+            fence=work.fence,
+            sources=_host(work.sources),
+            source_generations=_host(work.source_generations),
+        )
+
+    def take_violations(self) -> list[Violation]:
+        counts = _host(self._violations).copy()
+        pages = np.flatnonzero(counts != self._seen)
+        self._seen = counts
+        table = self._table
+        return [
+            Violation(
+                reason=Reason(int(self._reason[page])),
+                page=int(page),
+                owner=int(self._culprit[page]),
+                previous_owner=int(table.previous_owner[page]),
+                owners=int(table.owners[page]),
+                state=int(table.state[page]),
+                generation=int(table.generation[page]),
+                step=table.step,
+            )
+            for page in pages
+        ]
+
+    def generations(self, pages: PageArray) -> PageArray:
+        generations: PageArray = _host(self._table.generation)[pages]
+        return generations
+
+    def states(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        states: npt.NDArray[np.uint8] = _host(self._table.state[start:stop])
+        return states
+
+    def row(self, page: int) -> LedgerRow:
+        table = self._table
+        return LedgerRow(
+            page=page,
+            state=int(table.state[page]),
+            generation=int(table.generation[page]),
+            owner=self._names.name(int(table.owner[page])),
+            previous_owner=self._names.name(int(table.previous_owner[page])),
+            owners=int(table.owners[page]),
+            identity=int(table.identity[page]),
+            changed_step=int(table.changed_step[page]),
+        )
+
+    def owner_name(self, handle: int) -> str | None:
+        return self._names.name(handle)
+
+    @property
+    def live_generations(self) -> PageArray:
+        """The generations as a host array; shares the ledger's memory when it lives on the CPU. Read only."""
+        return _host(self._table.generation)  # type: ignore[no-any-return]
+
+    @property
+    def engine_step(self) -> int:
+        return self._table.step
+
+    @property
+    def claims(self) -> int:
+        return self._work.claims
+
+    @property
+    def claims_not_covered(self) -> int:
+        return int(self._table.claims_not_covered[0])
+
+    @property
+    def nbytes(self) -> int:
+        columns = (*self._table.columns, self._violations, self._reason, self._culprit)
+        return sum(int(column.nbytes) for column in columns) + self._seen.nbytes
+
+    @property
+    def overrun(self) -> bool:
+        return False
+
+
+def _host(values: Any) -> Any:
+    return None if values is None else values.cpu().numpy()

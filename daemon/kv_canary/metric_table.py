@@ -1,0 +1,257 @@
+"""The table of Prometheus metrics: name, type, labels, help, and how each one's series come out of a snapshot.
+
+The single source of both `/metrics` and the reference page. Pure functions of the snapshot; no state and no thread.
+Every series of a closed label set exists from the start, with 0: a series that appears with its first event hides that
+event from `increase()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+from kv_canary.snapshot import (
+    CHECKS,
+    DRILL_KINDS,
+    DRILL_RESULTS,
+    PAGE_STATES,
+    PERSISTENCES,
+    PURPOSES,
+    SOURCES,
+    SWEEP_RESULTS,
+    GroupSnapshot,
+    Incident,
+    Snapshot,
+)
+
+KERNELS = ("seal", "sweep", "confirm", "claim", "drill")
+HOOK_EVENTS = ("allocate", "write", "seal", "claim", "reopen", "adopt", "release", "free", "move", "forget", "step")
+ERROR_COMPONENTS = ("hook", "ledger", "scrubber", "sealer", "drill", "incident_log", "http", "thread", "reaction")
+
+MetricType = Literal["gauge", "counter", "histogram"]
+Labels = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One series: its label values in the metric's order, and its value (for a histogram: sum and counts a bucket)."""
+
+    labels: Labels = ()
+    value: float
+    bucket_counts: tuple[int, ...] = ()
+    incident: Incident | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """One row of the table: what the reference page prints, and how the series come out of a snapshot."""
+
+    name: str
+    type: MetricType
+    labels: Labels
+    help: str
+    points: Callable[[Snapshot], Iterable[Point]]
+
+
+def _one(read: Callable[[Snapshot], float]) -> Callable[[Snapshot], Iterator[Point]]:
+    def points(snapshot: Snapshot) -> Iterator[Point]:
+        yield Point(value=read(snapshot))
+
+    return points
+
+
+def _each_group(read: Callable[[GroupSnapshot], float]) -> Callable[[Snapshot], Iterator[Point]]:
+    def points(snapshot: Snapshot) -> Iterator[Point]:
+        for group in snapshot.groups:
+            yield Point(labels=(group.name,), value=read(group))
+
+    return points
+
+
+def _each_group_and(
+    closed: tuple[str, ...], read: Callable[[GroupSnapshot], Mapping[Any, float]]
+) -> Callable[[Snapshot], Iterator[Point]]:
+    def points(snapshot: Snapshot) -> Iterator[Point]:
+        for group in snapshot.groups:
+            for key, value in _filled(closed, read(group)):
+                yield Point(labels=(group.name, key), value=value)
+
+    return points
+
+
+def _keyed(
+    closed: tuple[str, ...], read: Callable[[Snapshot], Mapping[str, float]]
+) -> Callable[[Snapshot], Iterator[Point]]:
+    def points(snapshot: Snapshot) -> Iterator[Point]:
+        for key, value in _filled(closed, read(snapshot)):
+            yield Point(labels=(key,), value=value)
+
+    return points
+
+
+def _filled(closed: tuple[str, ...], values: Mapping[Any, float]) -> Iterator[tuple[str, float]]:
+    """The closed set, 0 where nothing happened yet, then whatever else the snapshot knows."""
+    for key in (*closed, *sorted(values.keys() - set(closed))):
+        yield key, values.get(key, 0)
+
+
+def _build_info(snapshot: Snapshot) -> Iterator[Point]:
+    yield Point(labels=(snapshot.version, snapshot.engine, snapshot.engine_version, snapshot.device), value=1)
+
+
+def _enabled(snapshot: Snapshot) -> Iterator[Point]:
+    for group in snapshot.groups:
+        yield Point(labels=(group.name,), value=snapshot.enabled and group.enabled)
+
+
+def _mismatches(snapshot: Snapshot) -> Iterator[Point]:
+    newest = _newest_incidents(snapshot)
+    for group in snapshot.groups:
+        for check, persistence, source in product(CHECKS, PERSISTENCES, SOURCES):
+            labels = (group.name, check, persistence, source)
+            count = group.counters.mismatches.get((check, persistence, source), 0)
+            yield Point(labels=labels, value=count, incident=newest.get(labels))
+
+
+def _newest_incidents(snapshot: Snapshot) -> dict[Labels, Incident]:
+    """The newest incident of every series that counts one. Incidents lie oldest first: the walk is short."""
+    wanted = {
+        (group.name, *key) for group in snapshot.groups for key, count in group.counters.mismatches.items() if count
+    }
+    newest: dict[Labels, Incident] = {}
+    for incident in reversed(snapshot.incidents):
+        if len(newest) == len(wanted):
+            break
+        labels = (incident.group, incident.check, incident.persistence, incident.source)
+        if labels in wanted:
+            newest.setdefault(labels, incident)
+    return newest
+
+
+def _uncovered(snapshot: Snapshot) -> Iterator[Point]:
+    # To Prometheus an empty label is no label: buffers that belong to no group count in a sum and match no group.
+    yield Point(labels=("",), value=len(snapshot.uncovered))
+    for group in snapshot.groups:
+        yield Point(labels=(group.name,), value=len(group.uncovered))
+
+
+def _sweep_durations(snapshot: Snapshot) -> Iterator[Point]:
+    for group in snapshot.groups:
+        counters = group.counters
+        yield Point(
+            labels=(group.name,), value=counters.sweep_duration_sum, bucket_counts=counters.sweep_duration_buckets
+        )
+
+
+def _drills(snapshot: Snapshot) -> Iterator[Point]:
+    for kind, result in product(DRILL_KINDS, DRILL_RESULTS):
+        yield Point(labels=(kind, result), value=snapshot.drills_total.get((kind, result), 0))
+
+
+def _spec(
+    name: str, type: MetricType, labels: str, help: str, points: Callable[[Snapshot], Iterable[Point]]
+) -> MetricSpec:
+    return MetricSpec(name="kv_canary_" + name, type=type, labels=tuple(labels.split()), help=help, points=points)
+
+
+METRICS: tuple[MetricSpec, ...] = (
+    _spec("build_info", "gauge", "version engine engine_version device", "What runs here; always 1.", _build_info),
+    _spec("enabled", "gauge", "group", "1 while the master switch and the group's own switch are on.", _enabled),
+    _spec(
+        "mismatches_total",
+        "counter",
+        "group check persistence source",
+        "Checks that failed and were confirmed. source=drill counts only drills posted with alert.",
+        _mismatches,
+    ),
+    _spec(
+        "read_bytes_total",
+        "counter",
+        "group purpose",
+        "Bytes of the KV cache that the canary read, by purpose.",
+        _each_group_and(PURPOSES, lambda group: group.counters.read_bytes),
+    ),
+    _spec(
+        "verified_pages_total",
+        "counter",
+        "group",
+        "Pages whose bytes were compared with their fingerprint.",
+        _each_group(lambda group: group.counters.verified_pages),
+    ),
+    _spec("pages", "gauge", "group state", "Pages by state.", _each_group_and(PAGE_STATES, lambda group: group.pages)),
+    _spec(
+        "sweeps_total",
+        "counter",
+        "group result",
+        "Passes over all sealed pages of a group.",
+        _each_group_and(SWEEP_RESULTS, lambda group: group.counters.sweeps),
+    ),
+    _spec("sweep_duration_seconds", "histogram", "group", "Duration of a whole pass over a group.", _sweep_durations),
+    _spec(
+        "last_sweep_timestamp_seconds",
+        "gauge",
+        "group",
+        "When the last whole pass ended, seconds since 1970; 0 before the first.",
+        _each_group(lambda group: group.sweep.last_finished_at or 0),
+    ),
+    _spec(
+        "oldest_verification_age_seconds",
+        "gauge",
+        "group",
+        "Age of the oldest last verification among sealed pages.",
+        _each_group(lambda group: group.oldest_verification_age_seconds),
+    ),
+    _spec(
+        "superseded_total",
+        "counter",
+        "group",
+        "Results dropped because the page was legitimately rewritten during the read.",
+        _each_group(lambda group: group.counters.superseded),
+    ),
+    _spec(
+        "kernel_seconds_total",
+        "counter",
+        "kernel",
+        "Device seconds in the canary's kernels.",
+        _keyed(KERNELS, lambda snapshot: snapshot.kernel_seconds),
+    ),
+    _spec(
+        "hook_seconds_total",
+        "counter",
+        "event",
+        "Seconds that the canary's hooks took on the engine's thread.",
+        _keyed(HOOK_EVENTS, lambda snapshot: snapshot.hook_seconds),
+    ),
+    _spec(
+        "errors_total",
+        "counter",
+        "component",
+        "Errors inside the canary; the engine goes on.",
+        _keyed(ERROR_COMPONENTS, lambda snapshot: snapshot.errors),
+    ),
+    _spec("drills_total", "counter", "kind result", "Drills, the automatic ones included, by how they ended.", _drills),
+    _spec(
+        "last_tick_timestamp_seconds",
+        "gauge",
+        "",
+        "When the canary thread last went round, seconds since 1970.",
+        _one(lambda snapshot: snapshot.tick_at),
+    ),
+    _spec(
+        "budget_bytes_per_second",
+        "gauge",
+        "",
+        "Read budget of background sweeps; 0 when they are off.",
+        _one(lambda snapshot: snapshot.budget_bytes_per_second),
+    ),
+    _spec("memory_bytes", "gauge", "kind", "Memory that the canary holds.", _keyed((), lambda it: it.memory_bytes)),
+    _spec(
+        "uncovered_buffers",
+        "gauge",
+        "group",
+        "Tensors that are not checked; an empty group is what belongs to no group. /v1/status lists them with reasons.",
+        _uncovered,
+    ),
+)

@@ -1,0 +1,264 @@
+"""Verifier: seals, verifies and confirms the pages of one group. Used by the canary thread alone.
+
+The confirm protocol, and why it is right:
+
+1. A page is looked at only while its baseline is valid: the generation for which its fingerprint was taken is the live
+   one.
+2. The live generations are read, then the bytes, then the live generations again. The engine raises a generation before
+   it launches anything that may write the page. So if the second reading equals the first, no legitimate write had been
+   launched before the bytes were read, and a difference is nobody's right. If not, the result is dropped and counted as
+   superseded.
+3. A difference that survives is read a second time under the same rule: the same wrong bytes are `persistent`, the
+   right ones `transient`, other wrong ones `changing`. Only then there is a finding.
+
+Sealing follows rule 2 as well: the fingerprint of a page that moved on while it was read is thrown away.
+
+`watch` is the gate's epoch: it changes whenever the engine's hooks fall silent, and a generation that nobody raises
+proves nothing, so results across such a change are dropped too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_canary.counters import Counters
+from kv_canary.fingerprint.table import FingerprintTable
+from kv_canary.geometry import CanaryGroup
+from kv_canary.ledger import FREE, SEALED, Ledger, Work
+from kv_canary.snapshot import Persistence, Purpose
+
+PageArray = npt.NDArray[np.int64]
+
+NEVER = -1  # a generation that no page has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A confirmed difference on one page. `expected` and `found` have one entry for each of `stripes`."""
+
+    page: int
+    generation: int
+    free: bool
+    stripes: tuple[int, ...]
+    expected: tuple[int, ...]
+    found: tuple[int, ...]
+    persistence: Persistence
+    last_good: float | None
+
+
+class Verifier:
+    """Baseline (what was sealed, for which generation, when last seen good) and the reads that hold pages against it."""
+
+    def __init__(
+        self,
+        group: CanaryGroup,
+        ledger: Ledger,
+        table: FingerprintTable,
+        *,
+        watch: Callable[[], int],
+        monotonic: Callable[[], float],
+        timer: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.group = group
+        self.ledger = ledger
+        self.table = table
+        self.counters = Counters()
+        self._watch = watch
+        self._monotonic = monotonic
+        self._timer = timer
+        self._sealed_generation = np.full(group.pages, NEVER, np.int64)
+        self._good_at = np.zeros(group.pages, np.float64)
+        self._reported: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the baseline: fingerprints, generations and times."""
+        fingerprints = 8 * self.group.pages * len(self.group.stripes)
+        return fingerprints + self._sealed_generation.nbytes + self._good_at.nbytes
+
+    def forget(self) -> None:
+        """No baseline is valid any more."""
+        self._sealed_generation[:] = NEVER
+        self._reported.clear()
+
+    # Sealing
+
+    def seal(self, work: Work) -> int:
+        """Carries out seal, adopt, free or move work whose fence is behind us; returns the bytes read."""
+        if not self.group.stripes:
+            return 0
+        pages, generations = work.pages, work.generations
+        if work.kind == "move":
+            known = self._sealed_generation[work.sources] == work.source_generations
+            sources, targets = work.sources[known], pages[known]
+            self.table.store(targets, self.table.expected(sources))
+            self._sealed_generation[targets] = generations[known]
+            self._good_at[targets] = self._good_at[sources]
+            # a source that was never sealed has nothing to hand on; one whose fingerprint is missing (its group was
+            # off) is taken as it is now
+            rest = ~known & (self._states(pages) == SEALED)
+            pages, generations = pages[rest], generations[rest]
+        elif work.kind == "free":
+            # a page that was sealed keeps its fingerprint: there is no moment in which a late write could hide
+            fresh = self._sealed_generation[pages] != generations
+            pages, generations = pages[fresh], generations[fresh]
+        return self._take(pages, generations)
+
+    def seal_missing(self, start: int, stop: int) -> int:
+        """Fingerprints sealed and free pages of a range that have none (the group was off when they were sealed)."""
+        pages = self._range(start, stop)
+        states = self.ledger.states(start, stop)[pages - start]
+        pages = pages[(states == SEALED) | (states == FREE)]
+        generations = self.ledger.generations(pages)
+        missing = self._sealed_generation[pages] != generations
+        return self._take(pages[missing], generations[missing])
+
+    def _take(self, pages: PageArray, generations: PageArray) -> int:
+        live = self.ledger.generations(pages) == generations
+        pages, generations = pages[live], generations[live]
+        if not len(pages):
+            return 0
+        watch, started = self._watch(), self._timer()
+        fingerprints = self.table.read(pages)
+        size = len(pages) * self.group.bytes_per_page
+        self.counters.read("seal", size, self._timer() - started)
+        stable = self.ledger.generations(pages) == generations
+        if self._watch() != watch:
+            stable[:] = False
+        self.counters.superseded += int((~stable).sum())
+        pages = pages[stable]
+        self.table.store(pages, fingerprints[stable])
+        self._sealed_generation[pages] = generations[stable]
+        self._good_at[pages] = self._monotonic()
+        self.counters.sealed_pages += len(pages)
+        return size
+
+    # Verifying
+
+    def select(self, start: int, stop: int) -> PageArray:
+        """Pages of a range that can be verified now."""
+        pages = self._range(start, stop)
+        valid: PageArray = pages[self._sealed_generation[pages] == self.ledger.generations(pages)]
+        return valid
+
+    def verify(self, pages: PageArray, purpose: Purpose) -> list[Finding]:
+        """Re-reads pages; what cannot be verified now is left out.
+
+        Returns confirmed differences, known ones included.
+        """
+        generations = self.ledger.generations(pages)
+        valid = self._sealed_generation[pages] == generations
+        pages, generations = pages[valid], generations[valid]
+        if not len(pages):
+            return []
+        watch, started = self._watch(), self._timer()
+        differences = self.table.verify(pages)
+        self.counters.read(purpose, len(pages) * self.group.bytes_per_page, self._timer() - started)
+        stable = self.ledger.generations(pages) == generations
+        if self._watch() != watch:
+            stable[:] = False
+        self.counters.superseded += int((~stable).sum())
+        self.counters.verified_pages += int(stable.sum())
+        suspicious = np.zeros(len(pages), np.bool_)
+        suspicious[differences.rows] = True
+        self._good_at[pages[stable & ~suspicious]] = self._monotonic()
+        suspicious &= stable
+        if not suspicious.any():
+            return []
+        return self._confirm(
+            pages[suspicious],
+            generations[suspicious],
+            watch,
+            {
+                int(pages[row]): {
+                    int(stripe): int(found)
+                    for stripe, found in zip(
+                        differences.stripes[differences.rows == row],
+                        differences.found[differences.rows == row],
+                        strict=True,
+                    )
+                }
+                for row in np.flatnonzero(suspicious)
+            },
+        )
+
+    def _confirm(
+        self, pages: PageArray, generations: PageArray, watch: int, first: dict[int, dict[int, int]]
+    ) -> list[Finding]:
+        started = self._timer()
+        second = self.table.read(pages)
+        self.counters.read("confirm", len(pages) * self.group.bytes_per_page, self._timer() - started)
+        stable = self.ledger.generations(pages) == generations
+        if self._watch() != watch:
+            stable[:] = False
+        self.counters.superseded += int((~stable).sum())
+        expected = self.table.expected(pages)
+        states = self._states(pages)
+        findings = []
+        for index in np.flatnonzero(stable):
+            page = int(pages[index])
+            wrong = {int(s): int(second[index, s]) for s in np.flatnonzero(second[index] != expected[index])}
+            persistence: Persistence
+            if wrong == first[page]:
+                persistence = "persistent"
+            elif not wrong:
+                persistence = "transient"
+            else:
+                persistence = "changing"
+            shown = wrong or first[page]
+            good_at = float(self._good_at[page])
+            findings.append(
+                Finding(
+                    page=page,
+                    generation=int(generations[index]),
+                    free=bool(states[index] == FREE),
+                    stripes=tuple(sorted(shown)),
+                    expected=tuple(int(expected[index, s]) for s in sorted(shown)),
+                    found=tuple(shown[s] for s in sorted(shown)),
+                    persistence=persistence,
+                    last_good=good_at or None,
+                )
+            )
+        return findings
+
+    def is_news(self, finding: Finding) -> bool:
+        """False when exactly this difference of this page has been reported before; remembers it otherwise."""
+        seen = (finding.generation, (*finding.stripes, *finding.found))
+        if finding.persistence != "transient":
+            if self._reported.get(finding.page) == seen:
+                return False
+            self._reported[finding.page] = seen
+        return True
+
+    def tamper(self, page: int, stripe: int, mask: int) -> int:
+        """Xors a stored fingerprint (the canary's own data) and returns it as it was; a drill uses it, and undoes it."""
+        row = self.table.expected(np.array([page])).copy()
+        before = int(row[0, stripe])
+        row[0, stripe] = before ^ mask
+        self.table.store(np.array([page]), row)
+        return before
+
+    def is_valid(self, page: int) -> bool:
+        return bool(self._sealed_generation[page] == self.ledger.generations(np.array([page]))[0])
+
+    # Age
+
+    def oldest_age(self, start: int, stop: int) -> float:
+        """Seconds since the page of a range that was verified longest ago was seen good; 0 without a valid page."""
+        pages = self.select(start, stop)
+        return float(self._monotonic() - self._good_at[pages].min()) if len(pages) else 0.0
+
+    def older_than(self, pages: PageArray, seconds: float) -> PageArray:
+        """Those of `pages` that were not seen good in the last `seconds`."""
+        return pages[self._good_at[pages] < self._monotonic() - seconds]
+
+    def _range(self, start: int, stop: int) -> PageArray:
+        return np.arange(max(start, self.group.first_page), max(stop, self.group.first_page), dtype=np.int64)
+
+    def _states(self, pages: PageArray) -> npt.NDArray[np.uint8]:
+        return self.ledger.states(0, self.group.pages)[pages]
