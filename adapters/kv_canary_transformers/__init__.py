@@ -1,8 +1,8 @@
 """KV Canary for transformers' continuous batching.
 
-    from kv_canary_transformers import attach
+from kv_canary_transformers import attach
 
-    canary = attach(manager)  # or attach(model): every manager that the model makes is guarded
+canary = attach(manager)  # or attach(model): every manager that the model makes is guarded
 """
 
 from kv_canary_transformers.attach import attach

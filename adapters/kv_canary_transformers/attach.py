@@ -20,11 +20,12 @@ logger = logging.getLogger("kv_canary")
 def attach(target: Any, settings: Settings | None = None, *, serve: bool = True, seed: int | None = None) -> Sidecar:
     """Guards the KV cache of `target` from now on.
 
-    `target` is a `ContinuousBatchingManager`, started or not, or a model: then every manager that the model makes from now on.
-    `settings` default to the environment's (`KV_CANARY_*`). With `serve`, the HTTP API is up when this returns, unless no
-    port could be had: that is logged, and the guard works without it. `sidecar.detach()` restores everything.
+    `target` is a `ContinuousBatchingManager`, started or not, or a model: then every manager that the model makes from
+    now on. `settings` default to the environment's (`KV_CANARY_*`). With `serve`, the HTTP API is up when this returns,
+    unless no port could be had: that is logged, and the guard works without it. `sidecar.detach()` restores everything.
 
-    Raises `UnsupportedEngineError` when this transformers is not supported (nothing is touched then), and `SettingsError`.
+    Raises `UnsupportedEngineError` when this transformers is not supported (nothing is touched then), and
+    `SettingsError`.
     """
     version = check_version()
     geometry.register()

@@ -1,6 +1,7 @@
 """Guards one `ContinuousBatchProcessor`: hooks on its cache, allocators and inputs, and the engine's side of the gate.
 
-The hooks run on the engine's generation thread, which is the only one that touches the cache, so nothing here needs a lock.
+The hooks run on the engine's generation thread, which is the only one that touches the cache, so nothing here needs a
+lock.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kv_canary.ledger import Fence, HostLedger
 from kv_canary.registry import attach_canary_groups
 from kv_canary.sidecar import Sidecar
 from kv_canary.snapshot import UncoveredBuffer
-from kv_canary_transformers.recorder import Progress, Recorder, tokens_between
+from kv_canary_transformers.recorder import Progress, Recorder
 
 _BATCHES_IN_FLIGHT = 4  # two with asynchronous batching; warm-up batches are never updated and fall off the end
 
@@ -28,7 +29,8 @@ class StreamFence:
     """An event on the engine's compute stream."""
 
     def __init__(self, stream: Any) -> None:
-        self._event = torch.cuda.Event()
+        make_event: Any = torch.cuda.Event
+        self._event = make_event()
         self._event.record(stream)
 
     def ready(self) -> bool:
@@ -133,13 +135,20 @@ class ProcessorGuard:
 
     def _install(self) -> None:
         wrap, pool = self._hooks.wrap, self._pool
-        self._hooks.replace(self.processor, "prepare_next_batch", self._between_steps(self.processor.prepare_next_batch))
+        self._hooks.replace(
+            self.processor, "prepare_next_batch", self._between_steps(self.processor.prepare_next_batch)
+        )
         wrap(self._io, "prepare_batch_tensors", event="write", before=self._step_prepared)
         wrap(self._io, "prepare_batch_update", event="seal", after=self._step_done)
         wrap(self._cache, "search_prefix_match", event="claim", before=self._prompt_searched)
         wrap(self._cache, "reset", event="step", before=lambda: self.restarted())
         wrap(pool, "get_free_blocks", event="allocate", after=self._blocks_given)
-        wrap(pool, "free_blocks", event="free", before=lambda index, block_ids: self._by_index[index].blocks_freed(block_ids))
+        wrap(
+            pool,
+            "free_blocks",
+            event="free",
+            before=lambda index, block_ids: self._by_index[index].blocks_freed(block_ids),
+        )
         wrap(pool, "allocate_sector", event="forget", before=self._sector_given)
         for recorder in self.recorders:
             self._install_on_allocator(recorder)
@@ -206,7 +215,7 @@ class ProcessorGuard:
         self._by_index[index].blocks_given(result)
 
     def _sector_given(self, index: int) -> None:
-        """A sector goes to an allocator: for all others its blocks are memory lent away, which they must not look at."""
+        """A sector goes to an allocator: to all others its blocks are memory lent away, not to be looked at."""
         if len(self.recorders) == 1:
             return
         sector = self._pool.free_sectors[-1]
@@ -251,9 +260,7 @@ class ProcessorGuard:
                 continue
             state, end = future.state, entry[1]
             for recorder, progress in entry[2]:
-                pages, identities = recorder.completed(
-                    state.request_id, progress, end, lambda start, stop, state=state: tokens_between(state, start, stop)
-                )
+                pages, identities = recorder.completed(state, progress, end)
                 sealed[recorder.index][0].extend(pages)
                 sealed[recorder.index][1].extend(identities)
         for recorder in self.recorders:

@@ -1,7 +1,7 @@
 """Recorder: translates what happens to the blocks of one allocator into ledger events. Runs on the engine's thread.
 
-It follows the engine's calls, never its hashes: what a block holds is derived from the request's own tokens, and when it is
-complete from how far the request's forward passes have come.
+It follows the engine's calls, never its hashes: what a block holds is derived from the request's own tokens, and when
+it is complete from how far the request's forward passes have come.
 """
 
 from __future__ import annotations
@@ -92,12 +92,16 @@ class Recorder:
         return list(self.allocator.block_table.get(request_id, ()))
 
     def deduplication_ends(self, request_id: str, before: list[int]) -> None:
-        """The request may have swapped fresh blocks for existing ones with the same tokens, and given the fresh ones up."""
+        """The request may have swapped fresh blocks for existing ones with the same tokens, and given the fresh ones
+        up.
+        """
         freed, self._held_frees = self._held_frees or [], None
         progress = self.requests.get(request_id, Progress())
         swapped = [
             (index, old, new)
-            for index, (old, new) in enumerate(zip(before, self.allocator.block_table.get(request_id, ()), strict=False))
+            for index, (old, new) in enumerate(
+                zip(before, self.allocator.block_table.get(request_id, ()), strict=False)
+            )
             if old != new
         ]
         if swapped:
@@ -129,17 +133,19 @@ class Recorder:
     def progress_of(self, request_id: str) -> Progress:
         return self.requests.setdefault(request_id, Progress())
 
-    def completed(
-        self, request_id: str, progress: Progress, computed: int, tokens: Callable[[int, int], Sequence[int]]
-    ) -> tuple[list[int], list[int]]:
-        """Blocks that are complete now that `computed` tokens are in place, and their identities; none if it moved on."""
+    def completed(self, state: Any, progress: Progress, computed: int) -> tuple[list[int], list[int]]:
+        """Blocks of a request that are complete now that `computed` tokens are in place, and their identities.
+
+        None when the request gave its blocks up while the step was in flight.
+        """
+        request_id = state.request_id
         if self.window is not None or self.requests.get(request_id) is not progress:
             return [], []
         table = self.allocator.block_table.get(request_id, ())
         first, last = progress.sealed, min(computed // self.page_tokens, len(table))
         if last <= first:
             return [], []
-        self._advance(progress, tokens(progress.prefix.length, last * self.page_tokens))
+        self._advance(progress, tokens_between(state, progress.prefix.length, last * self.page_tokens))
         progress.sealed = last
         return list(table[first:last]), [progress.identity(block) for block in range(first, last)]
 
@@ -155,7 +161,9 @@ class Recorder:
         self.ledger.reset()
         self.requests.clear()
         self._held_frees = None
-        sealed: dict[int, list[Any]] = {block: [UNKNOWN_IDENTITY, "", 0] for block in self.allocator.ledger.cached_blocks}
+        sealed: dict[int, list[Any]] = {
+            block: [UNKNOWN_IDENTITY, "", 0] for block in self.allocator.ledger.cached_blocks
+        }
         opened: list[tuple[str, list[int]]] = []
         for request_id, table in self.allocator.block_table.items():
             progress = self.requests[request_id] = Progress()

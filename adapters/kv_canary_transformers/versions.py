@@ -10,7 +10,7 @@ SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} and later 5.x releases (tested up to {NEWE
 
 
 def check_version() -> str:
-    """The installed version of transformers; `UnsupportedEngineError` when it is too old, or of another major release."""
+    """The installed version of transformers; `UnsupportedEngineError` if it is too old or of another major release."""
     try:
         import transformers
     except ImportError as error:

@@ -53,29 +53,33 @@ class EngineGate:
         if self._resync_wanted:
             self._open(engine)
         while self._quarantine:
-            space, page, incident = self._quarantine.popleft()
+            try:
+                space, page, incident = self._quarantine.popleft()
+            except IndexError:  # the canary thread closed the gate in between
+                break
             try:
                 done = engine.quarantine(space, page)
             except Exception as error:  # noqa: BLE001 - fails open, whatever the engine's tables do
                 self.fail("reaction", error)
                 done = f"quarantine failed: {error!r}"
             self._done.append((incident, done))
-        if self._raise is not None:
-            message, self._raise = self._raise, None
+        message, self._raise = self._raise, None
+        if message is not None:
             raise CanaryMismatchError(message)
 
     def _open(self, engine: EnginePort) -> None:
         with self._lock:
             self._resync_wanted = False
             self.epoch += 1
+            epoch = self.epoch
         try:
             engine.resync()
         except Exception as error:  # noqa: BLE001 - fails open
             self.fail("resync", error)
             return
         with self._lock:
-            # closed again in the meantime: stay closed, what was recorded is dropped with the next resync
-            if not self._resync_wanted and self._failure is None:
+            # closed or failed in the meantime: stay closed, what was recorded is dropped with the next resync
+            if self.epoch == epoch and not self._resync_wanted:
                 self.recording = True
 
     def fail(self, component: str, error: BaseException) -> None:

@@ -64,10 +64,16 @@ class PageBuffer:
         storage = self.tensor.untyped_storage().nbytes()
         if self.offset < 0 or end > storage:
             raise GeometryError(f"{self.name}: pages reach to byte {end} of a storage of {storage} bytes")
-        if self.bytes_per_page > max(
-            self.run_bytes, max((axis.count * axis.logical_stride for axis in self.axes), default=0)
-        ):
-            raise GeometryError(f"{self.name}: the runs overlap in the logical order")
+        if any(axis.memory_stride < 0 for axis in self.axes):
+            raise GeometryError(f"{self.name}: a memory_stride is negative; `offset` is where the lowest run starts")
+        filled = self.run_bytes
+        for axis in sorted((axis for axis in self.axes if axis.count > 1), key=lambda axis: axis.logical_stride):
+            if axis.logical_stride != filled:
+                raise GeometryError(
+                    f"{self.name}: the runs overlap or leave holes in the logical order: an axis has logical_stride "
+                    f"{axis.logical_stride}, the axes inside it fill {filled} bytes"
+                )
+            filled *= axis.count
 
     @property
     def bytes_per_page(self) -> int:
@@ -124,6 +130,8 @@ def partial_buffer(buffer: PageBuffer) -> PageBuffer:
     if buffer.run_bytes % row:
         # a run is a piece of a row here (heads-first layouts): take the start of every run instead
         row = buffer.run_bytes
+        if row <= PARTIAL_ROW_BYTES:
+            return buffer
     inner = Axis(count=buffer.run_bytes // row, memory_stride=row, logical_stride=PARTIAL_ROW_BYTES)
     runs = 1
     outer = []
@@ -238,6 +246,8 @@ def build_group(
     minimum_stripe_bytes: int = MINIMUM_STRIPE_BYTES,
 ) -> CanaryGroup:
     """A group over `buffers` with the coverage that the settings ask for."""
+    if not buffers:
+        raise GeometryError(f"group {name}: it has no buffers")
     left_out: list[UncoveredBuffer] = list(uncovered)
     covered: Sequence[PageBuffer] = buffers
     if coverage == "none":

@@ -70,7 +70,9 @@ class Prefix:
 
     @property
     def identity(self) -> int:
-        return splitmix64_scalar(self.value ^ ((self.length * _POSITION) & _MASK)) or 1
+        """The identity of the whole prefix, an int64 like those of `extended`."""
+        unsigned = splitmix64_scalar(self.value ^ ((self.length * _POSITION) & _MASK)) or 1
+        return unsigned - (1 << 64) if unsigned >> 63 else unsigned
 
     def extended(self, tokens: Sequence[int], page_tokens: int) -> tuple[Prefix, npt.NDArray[np.int64]]:
         """Appends `tokens`, whole pages of `page_tokens`; returns the new state and the identity at each page's end.

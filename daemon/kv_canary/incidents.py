@@ -76,7 +76,10 @@ class IncidentLog:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()  # flushes what a full disk left over
+            except OSError as error:
+                self._on_error(error)
 
     def _write(self, incident: Incident) -> None:
         if self._file is None:

@@ -48,7 +48,9 @@ class CanaryCollector:
             if spec.type == "counter":
                 counter = CounterMetricFamily(spec.name, spec.help, labels=spec.labels)
                 for point in points:
-                    counter.add_metric(point.labels, point.value, exemplar=_exemplar(point.incident))
+                    # Not `add_metric`: before 0.21 it takes no exemplar.
+                    labels = dict(zip(spec.labels, point.labels, strict=True))
+                    counter.add_sample(spec.name, labels, point.value, exemplar=_exemplar(point.incident))
                 yield counter
             elif spec.type == "gauge":
                 gauge = GaugeMetricFamily(spec.name, spec.help, labels=spec.labels)

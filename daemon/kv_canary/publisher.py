@@ -202,8 +202,8 @@ class Publisher:
         if rate and pass_seconds > settings.sweep_deadline:
             needed = pass_bytes / settings.sweep_deadline
             warnings.append(
-                f"the budget of {settings.budget} ({rate / 1e9:.3g} GB/s) needs {pass_seconds:.0f} s for a sweep; the deadline of "
-                f"{settings.sweep_deadline:g} s needs {needed / 1e9:.3g} GB/s"
+                f"the budget of {settings.budget} ({rate / 1e9:.3g} GB/s) needs {pass_seconds:.0f} s for a sweep; "
+                f"the deadline of {settings.sweep_deadline:g} s needs {needed / 1e9:.3g} GB/s"
             )
         if not rate:
             warnings.append("background sweeps are off (budget off)")

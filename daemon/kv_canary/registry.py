@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +48,7 @@ def supported_pools() -> tuple[str, ...]:
 
 
 def find_attacher(pool_class: type) -> tuple[str, PoolAttacher]:
-    """Name and attacher of the nearest class in the method resolution order; `UnsupportedPoolError` if there is none."""
+    """Name and attacher of the nearest class in the method resolution order, else `UnsupportedPoolError`."""
     for ancestor in pool_class.__mro__:
         if attacher := _attachers.get(_dotted(ancestor)):
             return _dotted(ancestor), attacher
@@ -64,10 +65,14 @@ def attach_canary_groups(
     """
     name, attacher = find_attacher(type(pool))
     groups = tuple(
-        attacher(pool, settings=settings, device=device, kv_token_id_vs_position_offset=kv_token_id_vs_position_offset)
+        replace(group, kv_token_id_vs_position_offset=kv_token_id_vs_position_offset)
+        for group in attacher(
+            pool, settings=settings, device=device, kv_token_id_vs_position_offset=kv_token_id_vs_position_offset
+        )
     )
     logger.info(
-        "attached pool %s with %s: coverage %s, groups %s, kinds %s, %d buffers, %d bytes a page, fingerprint memory %d bytes, offset %d",
+        "attached pool %s with %s: coverage %s, groups %s, kinds %s, %d buffers, %d bytes a page, "
+        "fingerprint memory %d bytes, offset %d",
         _dotted(type(pool)),
         name,
         settings.coverage,

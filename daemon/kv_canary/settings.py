@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,14 +56,19 @@ class Budget:
 
     def __str__(self) -> str:
         if self.share is not None:
-            return f"{self.share * 100:g}%"
+            return f"{_plain(self.share * 100)}%"
         if self.bytes_per_second is None:
             return "off"
         for unit in ("T", "G", "M", "K"):
             scale = _SCALE[unit.lower()]
             if self.bytes_per_second >= scale:
-                return f"{self.bytes_per_second / scale:g}{unit}B/s"
-        return f"{self.bytes_per_second:g}B/s"
+                return f"{_plain(self.bytes_per_second / scale)}{unit}B/s"
+        return f"{_plain(self.bytes_per_second)}B/s"
+
+
+def _plain(number: float) -> str:
+    """15 significant digits at most and no exponent: what is printed can be read back."""
+    return f"{Decimal(f'{number:.15g}'):f}"
 
 
 def parse_budget(key: str, value: object) -> Budget:
@@ -78,7 +84,7 @@ def parse_budget(key: str, value: object) -> Budget:
             return Budget(share=share)
     elif match := _RATE.fullmatch(text):
         rate = float(match[1]) * _SCALE[(match[2] or "").lower()]
-        if rate > 0:
+        if 0 < rate < float("inf"):
             return Budget(bytes_per_second=rate)
     raise SettingsError(key, value, BUDGET_ALLOWED)
 
@@ -132,6 +138,12 @@ def _text(key: str, value: object) -> str:
     raise SettingsError(key, value, "a text that is not empty")
 
 
+def _text_or_nothing(key: str, value: object) -> str:
+    if isinstance(value, str):
+        return value.strip()
+    raise SettingsError(key, value, "a text")
+
+
 def _optional_path(key: str, value: object) -> Path | None:
     if value is None or isinstance(value, Path):
         return value
@@ -163,7 +175,7 @@ class Settings:
     )
     allowed_hosts: str = _setting(
         "",
-        lambda key, value: str(value).strip(),
+        _text_or_nothing,
         "More host names, comma separated, that the Host header may carry; * for any.",
     )
     budget: Budget = _setting(
@@ -262,5 +274,5 @@ def _read_toml(path: str) -> dict[str, object]:
             return tomllib.load(file)
     except OSError as error:
         raise SettingsError(PREFIX + "CONFIG", path, f"a TOML file that can be read ({error.strerror})") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(PREFIX + "CONFIG", path, f"a valid TOML file ({error})") from error

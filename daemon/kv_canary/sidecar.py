@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -164,6 +164,10 @@ class Sidecar:
         gate.close()
         self._call(lambda: self._let_go(gate), wait=True)
 
+    def settle(self, timeout: float = 10.0) -> Snapshot:
+        """Waits until every event so far is applied and its work done; returns the snapshot that says so."""
+        return cast(Snapshot, self._call(self._settle_now).result(timeout))
+
     def start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kv-canary", daemon=True)
@@ -275,6 +279,17 @@ class Sidecar:
             return NAP_SECONDS
         return max(NAP_SECONDS, min(TICK_SECONDS, self._scrubber.delay()))
 
+    def _settle_now(self) -> Snapshot:
+        until = self._clock.monotonic() + 5.0
+        while self._clock.monotonic() < until:
+            busy = [worker.run() for worker in self._workers]  # every one of them, so no any() over a generator
+            if not any(busy):
+                break
+            self._breathe()
+        self._publisher.survey()
+        self._snapshot = self._build()
+        return self._snapshot
+
     def _watch(self, gate: EngineGate) -> None:
         for incident, reaction in gate.reactions_done():
             self._incidents.set_reaction(incident, reaction)
@@ -308,6 +323,7 @@ class Sidecar:
         return self._reporter.finding(guard, finding)
 
     def _obey(self, command: Command) -> Any:
+        answer: Any = None
         match command:
             case SetEnabled(enabled=enabled):
                 self._set_enabled(enabled)
@@ -326,16 +342,16 @@ class Sidecar:
                 if not guards or not all(guard.active for guard in guards):
                     raise ConflictError("there is no group to sweep: " + (f"{name} is off" if name else "none is on"))
                 self._sweep_count += 1
-                return self._scrubber.request(f"sweep-{self._sweep_count:06d}", guards)
+                answer = self._scrubber.request(f"sweep-{self._sweep_count:06d}", guards)
             case RequestDrill(kind=kind, group=name, alert=alert):
                 self._must_be_on()
                 if name:
                     self._guard(name)
-                return self._drills.request(
+                answer = self._drills.request(
                     kind, name, automatic=False, alert=alert, content_allowed=self._settings.allow_content_drills
                 )
-        self._snapshot = self._build()
-        return None
+        self._snapshot = self._build()  # whoever asked finds the outcome in the very next snapshot
+        return answer
 
     def _set_enabled(self, enabled: bool) -> None:
         if enabled == self._enabled and not any(gate.failure for gate in self._gates):

@@ -52,7 +52,7 @@ class Finding:
 
 
 class Verifier:
-    """Baseline (what was sealed, for which generation, when last seen good) and the reads that hold pages against it."""
+    """The baseline (what was sealed, for which generation, when last seen good), and the reads held against it."""
 
     def __init__(
         self,
@@ -88,37 +88,41 @@ class Verifier:
 
     # Sealing
 
-    def seal(self, work: Work) -> int:
-        """Carries out seal, adopt, free or move work whose fence is behind us; returns the bytes read."""
+    def missing(self, pages: PageArray, generations: PageArray) -> tuple[PageArray, PageArray]:
+        """Those pages that still have these generations and no fingerprint for them; each once.
+
+        A page that has one keeps it, when it is freed or sealed again too: there is no moment in which a late write could
+        be blessed.
+        """
+        wanted = (self._sealed_generation[pages] != generations) & (self.ledger.generations(pages) == generations)
+        pages, first = np.unique(pages[wanted], return_index=True)
+        return pages, generations[wanted][first]
+
+    def move(self, work: Work) -> None:
+        """Copies that the engine made: fingerprints travel from `sources` to `pages`."""
         if not self.group.stripes:
-            return 0
-        pages, generations = work.pages, work.generations
-        if work.kind == "move":
-            known = self._sealed_generation[work.sources] == work.source_generations
-            sources, targets = work.sources[known], pages[known]
-            self.table.store(targets, self.table.expected(sources))
-            self._sealed_generation[targets] = generations[known]
-            self._good_at[targets] = self._good_at[sources]
-            # a source that was never sealed has nothing to hand on; one whose fingerprint is missing (its group was
-            # off) is taken as it is now
-            rest = ~known & (self._states(pages) == SEALED)
-            pages, generations = pages[rest], generations[rest]
-        elif work.kind == "free":
-            # a page that was sealed keeps its fingerprint: there is no moment in which a late write could hide
-            fresh = self._sealed_generation[pages] != generations
-            pages, generations = pages[fresh], generations[fresh]
-        return self._take(pages, generations)
+            return
+        known = self._sealed_generation[work.sources] == work.source_generations
+        sources, targets = work.sources[known], work.pages[known]
+        self.table.store(targets, self.table.expected(sources))
+        self._sealed_generation[targets] = work.generations[known]
+        self._good_at[targets] = self._good_at[sources]
+        # A source that was never sealed has nothing to hand on; one whose fingerprint is missing (its group was off) is
+        # taken as it is now.
+        rest = ~known & (self._states(work.pages) == SEALED)
+        self.take(*self.missing(work.pages[rest], work.generations[rest]))
 
     def seal_missing(self, start: int, stop: int) -> int:
         """Fingerprints sealed and free pages of a range that have none (the group was off when they were sealed)."""
         pages = self._range(start, stop)
         states = self.ledger.states(start, stop)[pages - start]
         pages = pages[(states == SEALED) | (states == FREE)]
-        generations = self.ledger.generations(pages)
-        missing = self._sealed_generation[pages] != generations
-        return self._take(pages[missing], generations[missing])
+        return self.take(*self.missing(pages, self.ledger.generations(pages)))
 
-    def _take(self, pages: PageArray, generations: PageArray) -> int:
+    def take(self, pages: PageArray, generations: PageArray) -> int:
+        """Fingerprints pages for these generations; those that move on meanwhile are dropped. Returns the bytes read."""
+        if not self.group.stripes:
+            return 0
         live = self.ledger.generations(pages) == generations
         pages, generations = pages[live], generations[live]
         if not len(pages):
@@ -236,7 +240,7 @@ class Verifier:
         return True
 
     def tamper(self, page: int, stripe: int, mask: int) -> int:
-        """Xors a stored fingerprint (the canary's own data) and returns it as it was; a drill uses it, and undoes it."""
+        """Xors a stored fingerprint (the canary's own data) and returns it as it was; a drill does and undoes it."""
         row = self.table.expected(np.array([page])).copy()
         before = int(row[0, stripe])
         row[0, stripe] = before ^ mask

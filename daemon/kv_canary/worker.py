@@ -19,6 +19,26 @@ FRESH_SECONDS = (
 ADOPT_PAGES = 4096
 
 
+class Batch:
+    """Work of one kind, put together: under load many small pieces become one, and what is stale falls out in one go."""
+
+    def __init__(self) -> None:
+        self._works: list[Work] = []
+
+    def add(self, work: Work) -> None:
+        self._works.append(work)
+
+    def drain(self) -> Work | None:
+        works, self._works = self._works, []
+        if len(works) < 2:
+            return works[0] if works else None
+        return replace(
+            works[0],
+            pages=np.concatenate([work.pages for work in works]),
+            generations=np.concatenate([work.generations for work in works]),
+        )
+
+
 class SpaceWorker:
     """Keeps one `Space` up to date. Seals and claims are never put off for the budget."""
 
@@ -47,44 +67,52 @@ class SpaceWorker:
         for violation in self.space.ledger.take_violations():
             if self.space.gate.recording:
                 self._reporter.violation(self.space, violation)
-        while self._monotonic() < until:
-            work = self.space.held or self.space.ledger.take_work()
+        takes, claims = Batch(), Batch()
+        while (work := self.space.held or self.space.ledger.take_work()) is not None:
             self.space.held = None
-            if work is None:
-                return self._adopt() or not caught_up
             if work.fence is not None and not work.fence.ready():
                 self.space.held = work
-                return not caught_up
-            self._carry_out(work)
+                break
+            if work.kind == "move":
+                self._take(takes.drain())  # sources first
+                self._move(work)
+            else:
+                (claims if work.kind == "claim" else takes).add(work)
             self._breathe()
-        return True
+        self._take(takes.drain())
+        self._claim(claims.drain())
+        return self._adopt() or not caught_up
 
-    def _carry_out(self, work: Work) -> None:
-        for guard in self.space.guards:
-            if not guard.active:
-                continue
-            step = max(1, self._launch_bytes() // max(1, guard.group.bytes_per_page))
-            for start in range(0, len(work.pages), step):
-                self._piece(guard, work, slice(start, start + step))
+    def _take(self, work: Work | None) -> None:
+        if work is None:
+            return
+        for guard in self._active():
+            pages, generations = guard.verifier.missing(work.pages, work.generations)
+            for part in self._launches(guard, len(pages)):
+                guard.verifier.take(pages[part], generations[part])
                 self._breathe()
 
-    def _piece(self, guard: GroupGuard, work: Work, part: slice) -> None:
-        if work.kind == "claim":
-            pages = np.unique(work.pages[part])
-            stale = guard.verifier.older_than(pages, FRESH_SECONDS)
-            for finding in guard.verifier.verify(stale, "claim"):
-                self._reporter.finding(guard, finding)
+    def _claim(self, work: Work | None) -> None:
+        if work is None:
             return
-        moved = work.sources is not None
-        guard.verifier.seal(
-            replace(
-                work,
-                pages=work.pages[part],
-                generations=work.generations[part],
-                sources=work.sources[part] if moved else None,
-                source_generations=work.source_generations[part] if moved else None,
-            )
-        )
+        claimed = np.unique(work.pages)
+        for guard in self._active():
+            pages = guard.verifier.older_than(claimed, FRESH_SECONDS)
+            for part in self._launches(guard, len(pages)):
+                for finding in guard.verifier.verify(pages[part], "claim"):
+                    self._reporter.finding(guard, finding)
+                self._breathe()
+
+    def _move(self, work: Work) -> None:
+        for guard in self._active():
+            guard.verifier.move(work)
+
+    def _active(self) -> list[GroupGuard]:
+        return [guard for guard in self.space.guards if guard.active]
+
+    def _launches(self, guard: GroupGuard, count: int) -> list[slice]:
+        step = max(1, self._launch_bytes() // max(1, guard.group.bytes_per_page))
+        return [slice(start, start + step) for start in range(0, count, step)]
 
     def _adopt(self) -> bool:
         """Fingerprints what was sealed while a group was off, some pages a tick; true while there is more."""

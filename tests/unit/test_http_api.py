@@ -446,7 +446,7 @@ def test_the_documentation_knows_every_status_and_media_type_of_the_errors() -> 
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
             statuses = set(operation["responses"])
-            writes = {"400", "401", "403", "408", "413", "415", "421", "422", "500", "503"}
+            writes = {"400", "401", "403", "408", "409", "413", "415", "421", "422", "500", "503"}
             assert (writes if method != "get" else {"413", "421", "500", "503"}) <= statuses, (method, path)
             assert not operation.get("parameters") or "422" in statuses, (method, path)
             assert "{" not in path or "404" in statuses, (method, path)

@@ -40,7 +40,7 @@ TITLES: dict[int, str] = {
     503: "Service Unavailable",
 }
 READ_STATUSES = (413, 421, 500, 503)
-WRITE_STATUSES = (400, 401, 403, 408, 413, 415, 421, 422, 500, 503)
+WRITE_STATUSES = (400, 401, 403, 408, 409, 413, 415, 421, 422, 500, 503)
 
 
 class ProblemError(Exception):

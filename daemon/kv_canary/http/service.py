@@ -1,4 +1,4 @@
-"""Service: the HTTP API of one sidecar, from its settings to a port that answers. Started and stopped by the sidecar."""
+"""Service: the HTTP API of one sidecar, from its settings to a port that answers. The sidecar starts and stops it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - compared wi
 
 
 class Service:
-    """Running once constructed. Raises `SettingsError` for a token file that cannot be used, `KVCanaryError` for no port."""
+    """Running once constructed.
+
+    Raises `SettingsError` for a token file that cannot be used, and `KVCanaryError` when no port can be had.
+    """
 
     def __init__(self, control: Control, settings: Settings, *, rank: int = 0) -> None:
         if settings.token_file is not None:

@@ -7,6 +7,7 @@ write answers with is the one after it.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields
 from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Response
@@ -23,10 +24,15 @@ from kv_canary.commands import (
 from kv_canary.http.models import CanaryAnswer, DrillBody, EnabledBody, GroupAnswer, SweepAnswer, SweepBody
 from kv_canary.http.problems import ProblemError, writes
 from kv_canary.http.reads import find_group
-from kv_canary.settings import live_settings
+from kv_canary.settings import Settings, live_settings
 from kv_canary.snapshot import Drill
 
 _LOCATION = {"description": "Accepted", "headers": {"Location": {"schema": {"type": "string"}}}}
+_CHANGES: dict[str, Any] = {
+    "properties": {f.name: {"description": f.metadata["help"]} for f in fields(Settings) if f.metadata["live"]},
+    "additionalProperties": False,
+    "minProperties": 1,
+}
 
 
 def add_write_routes(app: FastAPI, control: Control, timeout_seconds: float) -> None:
@@ -39,7 +45,7 @@ def add_write_routes(app: FastAPI, control: Control, timeout_seconds: float) -> 
         await carry_out(SetEnabled(enabled=body.enabled))
         return CanaryAnswer.model_validate(control.snapshot())
 
-    @app.patch("/v1/groups/{group}", responses=writes(404, 409), tags=["switches"])
+    @app.patch("/v1/groups/{group}", responses=writes(404), tags=["switches"])
     async def switch_group(group: str, body: EnabledBody) -> GroupAnswer:
         """The switch of one group."""
         find_group(control.snapshot(), group)
@@ -47,14 +53,14 @@ def add_write_routes(app: FastAPI, control: Control, timeout_seconds: float) -> 
         return GroupAnswer.of(find_group(control.snapshot(), group))
 
     @app.patch("/v1/settings", responses=writes(), tags=["settings"])
-    async def change_settings(body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
+    async def change_settings(body: Annotated[dict[str, Any], Body(json_schema_extra=_CHANGES)]) -> dict[str, Any]:
         """Changes settings that can change while running: all of the given ones, or none."""
         if not body:
             raise ProblemError(422, "the object is empty; settings that can change: " + ", ".join(live_settings()))
         await carry_out(PatchSettings(changes=body))
         return control.snapshot().settings.as_json()
 
-    @app.post("/v1/sweeps", status_code=202, responses=writes(404, 409) | {202: _LOCATION}, tags=["sweeps"])
+    @app.post("/v1/sweeps", status_code=202, responses=writes(404) | {202: _LOCATION}, tags=["sweeps"])
     async def start_sweep(response: Response, body: SweepBody | None = None) -> SweepAnswer:
         """Sweeps one group, or all, now."""
         body = body or SweepBody()
@@ -64,7 +70,7 @@ def add_write_routes(app: FastAPI, control: Control, timeout_seconds: float) -> 
         response.headers["Location"] = f"/v1/sweeps/{sweep.id}"
         return SweepAnswer.of(sweep)
 
-    @app.post("/v1/drills", status_code=202, responses=writes(404, 409) | {202: _LOCATION}, tags=["drills"])
+    @app.post("/v1/drills", status_code=202, responses=writes(404) | {202: _LOCATION}, tags=["drills"])
     async def start_drill(response: Response, body: DrillBody) -> Drill:
         """Injects a fault that the canary has to find."""
         if body.group is not None:

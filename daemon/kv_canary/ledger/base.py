@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,21 +33,20 @@ class LedgerRow:
 
 
 class OwnerNames:
-    """Handles for owners' names: small integers that fit a column, 0 for nobody. Old names are forgotten in order.
+    """Handles for owners' names: small integers that fit a column, 0 for nobody. The name used longest ago goes first.
 
     `handle` is called by the applier alone; `name` by anyone (a name that is gone reads as `request#HANDLE`).
     """
 
     def __init__(self, capacity: int = _OWNER_NAMES) -> None:
-        self._handles: dict[str, int] = {}
+        self._handles: OrderedDict[str, int] = OrderedDict()
         self._names: dict[int, str] = {}
-        self._order: deque[int] = deque()
         self._capacity = capacity
         self._next = 1
 
     def handle(self, owner: Owner) -> int:
-        if isinstance(owner, int):
-            return owner
+        if isinstance(owner, (int, np.integer)):
+            return int(owner)
         if not owner:
             return 0
         handle = self._handles.get(owner)
@@ -55,9 +54,11 @@ class OwnerNames:
             handle, self._next = self._next, self._next + 1
             self._handles[owner] = handle
             self._names[handle] = owner
-            self._order.append(handle)
-            if len(self._order) > self._capacity:
-                self._handles.pop(self._names.pop(self._order.popleft()), None)
+            if len(self._handles) > self._capacity:
+                self._names.pop(self._handles.popitem(last=False)[1])
+        else:
+            # a request that lives long keeps its handle: with a new one it would look like a stranger
+            self._handles.move_to_end(owner)
         return handle
 
     def name(self, handle: int) -> str | None:
@@ -99,7 +100,7 @@ class Ledger(Protocol):
     def move(self, sources: Any, targets: Any, owner: Any = 0, *, fence: Fence | None = None) -> None: ...
 
     def forget(self, pages: Any) -> None:
-        """The pages leave this space for another one (memory lent to another pool): nothing is known of them any more."""
+        """The pages leave this space (their memory is lent to another pool): nothing is known of them any more."""
 
     def reset(self) -> None:
         """Nothing is known of any page; `adopt`, `allocate` and `free` follow from the engine's own tables."""

@@ -56,6 +56,7 @@ class HostLedger:
         self._events: deque[tuple[Any, ...]] = deque()
         self._maximum = maximum_pending_events
         self._overrun = False
+        self._steps = 1
         self._table = PageTable(pages, self._arrays, self._flag)
         self._names = OwnerNames()
         self._work = WorkQueue()
@@ -64,27 +65,30 @@ class HostLedger:
     # Engine's thread
 
     def _record(self, *event: Any) -> None:
-        if len(self._events) >= self._maximum:
-            self._overrun = True  # nobody replays: hold no more memory; the generations above still protect every page
+        if self._overrun or len(self._events) >= self._maximum:
+            # Nobody replays: hold no more memory. The live generations still protect every page; what is replayed ends
+            # here until a reset, so that no event is judged without the ones before it.
+            self._overrun = True
             return
         self._events.append(event)
 
     def step(self) -> None:
+        self._steps += 1
         self._record(_STEP)
 
     def allocate(self, pages: Any, owner: Any = 0) -> None:
         pages = np.array(pages, np.int64)
         self._live[pages] += 1
-        self._record(_ALLOCATE, pages, owner)
+        self._record(_ALLOCATE, pages, _kept(owner))
 
     def write(self, pages: Any, owner: Any = 0) -> None:
-        self._record(_WRITE, np.array(pages, np.int64), owner)
+        self._record(_WRITE, np.array(pages, np.int64), _kept(owner))
 
     def seal(self, pages: Any, identity: Any = 0, *, fence: Fence | None = None) -> None:
         self._record(_SEAL, np.array(pages, np.int64), np.array(identity, np.int64), fence)
 
     def claim(self, pages: Any, identity: Any = 0, owner: Any = 0) -> None:
-        self._record(_CLAIM, np.array(pages, np.int64), np.array(identity, np.int64), owner)
+        self._record(_CLAIM, np.array(pages, np.int64), np.array(identity, np.int64), _kept(owner))
 
     def reopen(self, pages: Any) -> None:
         pages = np.array(pages, np.int64)
@@ -94,16 +98,18 @@ class HostLedger:
     def adopt(
         self, pages: Any, identity: Any = 0, owner: Any = 0, *, owners: Any = 1, fence: Fence | None = None
     ) -> None:
-        self._record(_ADOPT, np.array(pages, np.int64), np.array(identity, np.int64), owner, np.array(owners), fence)
+        self._record(
+            _ADOPT, np.array(pages, np.int64), np.array(identity, np.int64), _kept(owner), np.array(owners), fence
+        )
 
     def release(self, pages: Any, owner: Any = 0) -> None:
-        self._record(_RELEASE, np.array(pages, np.int64), owner)
+        self._record(_RELEASE, np.array(pages, np.int64), _kept(owner))
 
     def free(self, pages: Any, *, fence: Fence | None = None) -> None:
         self._record(_FREE, np.array(pages, np.int64), fence)
 
     def move(self, sources: Any, targets: Any, owner: Any = 0, *, fence: Fence | None = None) -> None:
-        self._record(_MOVE, np.array(sources, np.int64), np.array(targets, np.int64), owner, fence)
+        self._record(_MOVE, np.array(sources, np.int64), np.array(targets, np.int64), _kept(owner), fence)
 
     def forget(self, pages: Any) -> None:
         pages = np.array(pages, np.int64)
@@ -114,7 +120,7 @@ class HostLedger:
         self._live += 1
         self._events.clear()
         self._overrun = False
-        self._record(_RESET, self._live.copy())
+        self._record(_RESET, self._live.copy(), self._steps)
 
     # Canary thread
 
@@ -134,7 +140,7 @@ class HostLedger:
         if kind == _STEP:
             table.step += 1
         elif kind == _RESET:
-            self._replay_reset(event[1])
+            self._replay_reset(event[1], event[2])
         elif kind == _MOVE:
             _, sources, targets, owner, fence = event
             table.move(sources, targets, self._owner(owner))
@@ -171,10 +177,11 @@ class HostLedger:
         elif kind == _FORGET:
             table.forget(event[1])
 
-    def _replay_reset(self, generations: PageArray) -> None:
+    def _replay_reset(self, generations: PageArray, step: int) -> None:
         for column in self._table.columns:
             column[:] = 0
         self._table.generation[:] = generations
+        self._table.step = step  # steps that were dropped count too
         self._work.clear()
         self._violations.clear()
 
@@ -261,3 +268,8 @@ class HostLedger:
     @property
     def overrun(self) -> bool:
         return self._overrun
+
+
+def _kept(owner: Any) -> Any:
+    """`owner` as it is now: a batch of owners may be a table that the engine goes on to change."""
+    return owner if isinstance(owner, (str, int)) else list(owner)

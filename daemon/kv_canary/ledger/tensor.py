@@ -32,8 +32,9 @@ class TensorLedger:
         self._arrays = TensorArrays(device)
         self._table = PageTable(pages, self._arrays, self._flag)
         self._violations = self._arrays.zeros(pages, "int32")
-        self._reason = self._arrays.zeros(pages, "int64")
-        self._culprit = self._arrays.zeros(pages, "int64")
+        # one entry more than pages: a sink for what is no violation
+        self._reason = self._arrays.zeros(pages + 1, "int64")
+        self._culprit = self._arrays.zeros(pages + 1, "int64")
         self._seen = np.zeros(pages, np.int32)
         self._names = OwnerNames()
         self._work = WorkQueue()
@@ -117,8 +118,10 @@ class TensorLedger:
 
     def _flag(self, reason: Reason, pages: Any, mask: Any, owner: Any) -> None:
         owners = owner if isinstance(owner, torch.Tensor) else torch.full_like(pages, owner)
-        self._reason[pages] = torch.where(mask, int(reason), self._reason[pages])
-        self._culprit[pages] = torch.where(mask, owners, self._culprit[pages])
+        # a page may occur twice in `pages`, once in the wrong: only wrong ones are written
+        wrong = torch.where(mask, pages, self.pages)
+        self._reason[wrong] = int(reason)
+        self._culprit[wrong] = owners
         self._violations.index_add_(0, pages, mask.to(torch.int32))
 
     # Canary thread

@@ -26,7 +26,7 @@ class PageTable:
         self.state = arrays.zeros(pages, "uint8")  # UNKNOWN .. LOADING
         self.generation = arrays.zeros(pages, "int64")  # raised whenever the page may be written anew
         self.owners = arrays.zeros(pages, "int32")  # how many hold it
-        self.owner = arrays.zeros(pages, "int64")  # handle of one that holds it, 0 is nobody
+        self.owner = arrays.zeros(pages, "int64")  # handle of one that holds it, 0 is not known or nobody
         self.previous_owner = arrays.zeros(pages, "int64")
         self.identity = arrays.zeros(pages, "int64")  # of the tokens it was sealed with, 0 is not known
         self.claim_identity = arrays.zeros(pages, "int64")  # claimed while open: judged when it is sealed
@@ -74,10 +74,7 @@ class PageTable:
     def seal(self, pages: Any, identity: Any) -> None:
         free = self.state[pages] == FREE
         self._flag(Reason.SEAL_OF_FREE, pages, free, 0)
-        claimed = self.claim_identity[pages]
-        differs = (claimed != 0) & (identity != 0) & (claimed != identity)
-        self._flag(Reason.CLAIM_IDENTITY, pages, differs, self.owner[pages])
-        self.claim_identity[pages] = 0
+        self._judge_claims(pages, identity, ~free)
         self.identity[pages] = identity
         self.state[pages] = self.arrays.where(free, self.state[pages], self._constant(SEALED))
         self.changed_step[pages] = self.step
@@ -91,7 +88,11 @@ class PageTable:
         self._flag(Reason.CLAIM_OF_LOADING, pages, state == LOADING, owner)
         differs = (state == SEALED) & (known != 0) & (identity != 0) & (known != identity)
         self._flag(Reason.CLAIM_IDENTITY, pages, differs, owner)
-        self.claim_identity[pages] = self.arrays.where(pending, identity + 0 * known, self.claim_identity[pages])
+        claimed = self.claim_identity[pages]
+        clash = pending & (claimed != 0) & (identity != 0) & (claimed != identity)
+        self._flag(Reason.CLAIM_IDENTITY, pages, clash, owner)  # one of the two is wrong, whatever it is sealed with
+        judged = pending & (claimed == 0)
+        self.claim_identity[pages] = self.arrays.where(judged, identity + 0 * known, claimed)
         self.claims_not_covered += ((state == UNKNOWN) | ((state == SEALED) & ((known == 0) | (identity == 0)))).sum()
         unowned = self.owners[pages] == 0
         self.owner[pages] = self.arrays.where(unowned, owner + 0 * known, self.owner[pages])
@@ -105,16 +106,18 @@ class PageTable:
 
     def adopt(self, pages: Any, identity: Any, owner: Any, owners: Any) -> None:
         self.identity[pages] = identity
+        self.claim_identity[pages] = 0
         self.owner[pages] = owner
         self.owners[pages] = owners
         self._enter(pages, SEALED)
 
     def release(self, pages: Any, owner: Any) -> None:
-        self._flag(Reason.RELEASE_WITHOUT_OWNER, pages, self.owners[pages] <= 0, owner)
         self.arrays.add_at(self.owners, pages, -1)
         left = self.owners[pages]
         self.owners[pages] = self.arrays.where(left < 0, 0 * left, left)
-        self._disown(pages, left <= 0)
+        self._flag(Reason.RELEASE_WITHOUT_OWNER, pages, left < 0, owner)
+        # the one we know by name may leave while others stay: then we know of none by name
+        self._disown(pages, (left <= 0) | (self.owner[pages] == owner))
 
     def free(self, pages: Any) -> None:
         self._marks[pages] = 0
@@ -129,9 +132,10 @@ class PageTable:
 
     def move(self, sources: Any, targets: Any, owner: Any) -> None:
         state, held = self.state[targets], self.owner[targets]
-        used = (state == SEALED) | (state == FREE) | ((self.owners[targets] > 0) & (owner != 0) & (held != owner))
+        used = (state == SEALED) | (state == FREE) | ((held != 0) & (owner != 0) & (held != owner))
         self._flag(Reason.MOVE_ONTO_USED, targets, used, owner)
         travels = self.state[sources] == SEALED
+        self._judge_claims(targets, self.identity[sources], travels)
         self.identity[targets] = self.arrays.where(travels, self.identity[sources], self.identity[targets])
         self.state[targets] = self.arrays.where(travels, self._constant(SEALED), state)
         self.changed_step[targets] = self.step
@@ -153,6 +157,12 @@ class PageTable:
         gone = mask & (held != 0)
         self.previous_owner[pages] = self.arrays.where(gone, held, self.previous_owner[pages])
         self.owner[pages] = self.arrays.where(mask, 0 * held, held)
+
+    def _judge_claims(self, pages: Any, identity: Any, sealed: Any) -> None:
+        claimed = self.claim_identity[pages]
+        differs = sealed & (claimed != 0) & (identity != 0) & (claimed != identity)
+        self._flag(Reason.CLAIM_IDENTITY, pages, differs, self.owner[pages])
+        self.claim_identity[pages] = self.arrays.where(sealed, 0 * claimed, claimed)
 
     def _give_up_claims(self, pages: Any, owner: Any) -> None:
         self._flag(Reason.CLAIMED_NEVER_SEALED, pages, self.claim_identity[pages] != 0, owner)
