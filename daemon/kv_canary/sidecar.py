@@ -420,7 +420,8 @@ class Sidecar:
         if self._enabled:
             self._state, self._reason = "running", None
             gate.open()
-        self._next_publish = 0.0
+        self._publisher.survey()
+        self._snapshot = self._build()
 
     def _let_go(self, gate: EngineGate) -> None:
         self._scrubber.interrupt()

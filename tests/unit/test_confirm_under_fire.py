@@ -108,6 +108,10 @@ def guarded(kind: str, seed: int = 0) -> tuple[Sidecar, Engine]:
     return sidecar, engine
 
 
+def ledger_generations(engine: Engine) -> list[int]:
+    return engine.ledger.generations(np.arange(PAGES)).tolist()
+
+
 def wait_for(condition, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -139,14 +143,16 @@ def test_every_illegal_write_is_found(kind: str) -> None:
     sidecar, engine = guarded(kind, seed=1)
     try:
         wait_for(lambda: sidecar.snapshot().groups[0].counters.verified_pages > 500)
-        hit: set[int] = set()
+        hit: dict[int, int] = {}
         for round_ in range(40):
+            steps = engine.steps
+            wait_for(lambda n=steps: engine.steps > n + 20)
             with engine.paused():
                 sidecar.settle()  # sealed by now: a write from here on is nobody's right
-                if len(hit) > PAGES // 4:
-                    hit.clear()
-                page = (engine.sealed_page if round_ % 2 else engine.free_page)(not_in=hit)
-                hit.add(page)
+                live = ledger_generations(engine)
+                spoiled = {page for page, generation in hit.items() if live[page] == generation}
+                page = (engine.sealed_page if round_ % 2 else engine.free_page)(not_in=spoiled)
+                hit[page] = live[page]
                 engine.memory[page, round_ * 100] ^= 1 << (round_ % 8)
                 expected = "content" if round_ % 2 else "free_page"
                 wait_for(lambda n=round_: sidecar.snapshot().incidents_total == n + 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -48,7 +50,7 @@ def test_any_64_bit_token_id_is_taken(tokens: list[int]) -> None:
 def test_chunking_does_not_matter(tokens: list[int], cuts: list[int], salt: int) -> None:
     borders = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
     prefix, found = Prefix.empty(salt), []
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in pairwise(borders):
         prefix, identities = prefix.extended(tokens[start:stop], 1)
         found += identities.tolist()
     assert found == fast(tokens, salt)
