@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import numpy as np
@@ -314,9 +314,11 @@ class Sidecar:
         now = self._clock.monotonic()
         ready = [g for g in self._guards if g.active and len(g.verifier.select(0, min(g.group.pages, 65_536)))]
         if now >= self._next_drill and ready:
-            self._next_drill = now + self._settings.drill_interval
             guard = ready[int(now) % len(ready)]
-            self._drills.request("fingerprint", guard.group.name, automatic=True, alert=False, content_allowed=False)
+            # the engine may have closed its gate since: then there is nothing to prove now
+            with suppress(ConflictError):
+                self._drills.request("fingerprint", guard.group.name, automatic=True, alert=False, content_allowed=False)
+                self._next_drill = now + self._settings.drill_interval
 
     def _finding(self, guard: GroupGuard, finding: Any) -> bool:
         self._next_publish = 0.0

