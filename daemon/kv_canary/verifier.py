@@ -91,8 +91,8 @@ class Verifier:
     def missing(self, pages: PageArray, generations: PageArray) -> tuple[PageArray, PageArray]:
         """Those pages that still have these generations and no fingerprint for them; each once.
 
-        A page that has one keeps it, when it is freed or sealed again too: there is no moment in which a late write could
-        be blessed.
+        A page that has one keeps it, when it is freed or sealed again too: there is no moment in which a late write
+        could be blessed.
         """
         wanted = (self._sealed_generation[pages] != generations) & (self.ledger.generations(pages) == generations)
         pages, first = np.unique(pages[wanted], return_index=True)
@@ -120,7 +120,10 @@ class Verifier:
         return self.take(*self.missing(pages, self.ledger.generations(pages)))
 
     def take(self, pages: PageArray, generations: PageArray) -> int:
-        """Fingerprints pages for these generations; those that move on meanwhile are dropped. Returns the bytes read."""
+        """Fingerprints pages for these generations; those that move on meanwhile are dropped.
+
+        Returns the bytes read.
+        """
         if not self.group.stripes:
             return 0
         live = self.ledger.generations(pages) == generations

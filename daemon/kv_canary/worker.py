@@ -20,7 +20,7 @@ ADOPT_PAGES = 4096
 
 
 class Batch:
-    """Work of one kind, put together: under load many small pieces become one, and what is stale falls out in one go."""
+    """Work of one kind, put together: under load many small pieces become one, and the stale ones fall out."""
 
     def __init__(self) -> None:
         self._works: list[Work] = []

@@ -40,7 +40,14 @@ def make_group(memory: torch.Tensor, *, name: str = "full", layers: int = 2, fir
     part = size // layers
     buffers = [
         contiguous_buffer(
-            f"layer.{layer}", layer, memory, offset=layer * part, pages=pages, page_stride=size, rows=16, row_bytes=part // 16
+            f"layer.{layer}",
+            layer,
+            memory,
+            offset=layer * part,
+            pages=pages,
+            page_stride=size,
+            rows=16,
+            row_bytes=part // 16,
         )
         for layer in range(layers)
     ]

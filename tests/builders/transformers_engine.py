@@ -22,7 +22,14 @@ def make_settings(**overrides: Any) -> Settings:
 
 @contextmanager
 def guarded_engine(
-    *, pages: int = 96, settings: Settings | None = None, guarded: bool = True, model: Any = None, started: bool = True, **options: Any
+    *,
+    pages: int = 96,
+    settings: Settings | None = None,
+    guarded: bool = True,
+    model: Any = None,
+    started: bool = True,
+    may_die: bool = False,
+    **options: Any,
 ) -> Iterator[tuple[Any, Sidecar | None]]:
     """(manager, sidecar); both are stopped at the end, and the engine must not have died on its own."""
     torch.set_num_threads(1)
@@ -33,7 +40,7 @@ def guarded_engine(
         if started:
             manager.start()
         yield manager, sidecar
-        assert manager.background_thread_status.fatal_error is None
+        assert may_die or manager.background_thread_status.fatal_error is None
     finally:
         if manager.is_running():
             manager.stop(block=True, timeout=30, hard_stop=True, keep_for_next_session=False)
@@ -41,7 +48,9 @@ def guarded_engine(
             sidecar.detach()
 
 
-def generate(manager: Any, prompts: list[list[int]], *, new_tokens: int = 24, seconds: float = 120) -> dict[str, list[int]]:
+def generate(
+    manager: Any, prompts: list[list[int]], *, new_tokens: int = 24, seconds: float = 120
+) -> dict[str, list[int]]:
     """Asks for all prompts at once and waits for the answers: request id -> generated tokens."""
     for index, prompt in enumerate(prompts):
         manager.add_request(prompt, request_id=f"r{index}", max_new_tokens=new_tokens)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
 from builders.transformers_engine import (
     collect,
     generate,
@@ -17,8 +18,7 @@ from builders.transformers_engine import (
     real_incidents,
     wait_until,
 )
-
-from kv_canary import UnsupportedEngineError
+from kv_canary import CanaryMismatchError, UnsupportedEngineError
 from kv_canary.commands import RequestDrill, SetEnabled
 from kv_canary_transformers import attach
 from kv_canary_transformers.demo.engine import build_manager, build_model
@@ -36,7 +36,9 @@ def counters(sidecar: Any) -> Any:
 
 
 def test_traffic_of_every_kind_under_pressure_raises_nothing() -> None:
-    """Shared prefixes, forks, cancels, chunked prefill, de-duplication and eviction, on a pool that is always too small."""
+    """Shared prefixes, forks, cancels, chunked prefill, de-duplication and eviction, on a pool that is always too
+    small.
+    """
     with guarded_engine(pages=48, batch_tokens=96) as (manager, sidecar):
         traffic = Traffic(manager, pages=48, seed=1)
         wait_until(lambda: traffic.pump() or (traffic.requests_cancelled > 3 and traffic.requests_finished > 150), 120)
@@ -94,7 +96,7 @@ def test_forks_share_or_copy_blocks_and_raise_nothing(share: bool) -> None:
 
 @pytest.mark.parametrize("share", [True, False])
 def test_every_complete_block_of_every_request_is_guarded(share: bool) -> None:
-    """An audit in the middle of traffic: what the engine's tables call complete has a valid fingerprint, and no other."""
+    """An audit in the middle of traffic: what the engine's tables call complete has a valid fingerprint, no other has."""
     with guarded_engine(pages=64, allow_block_sharing=share) as (manager, sidecar):
         traffic = Traffic(manager, pages=64, seed=5)
         audited = 0
@@ -102,7 +104,7 @@ def test_every_complete_block_of_every_request_is_guarded(share: bool) -> None:
             wait_until(lambda n=round_: traffic.pump() or traffic.requests_finished > n * 10, 60)
             with paused(manager):
                 sidecar.settle()
-                allocator, verifier = allocator_of(manager), sidecar._guards[0].verifier
+                allocator, verifier = allocator_of(manager), sidecar._canary._guards[0].verifier
                 for request_id, state in manager.batch_processor.scheduler.active_requests.items():
                     table = allocator.block_table.get(request_id, [])
                     complete = state.position_offset // allocator.tokens_per_page
@@ -215,9 +217,7 @@ def test_quarantine_takes_the_block_out_of_the_prefix_cache() -> None:
 
 
 def test_raise_stops_the_engine_at_its_next_step() -> None:
-    from kv_canary import CanaryMismatchError
-
-    with pytest.raises(AssertionError), guarded_engine(settings=make_settings(on_mismatch="raise")) as (manager, sidecar):
+    with guarded_engine(settings=make_settings(on_mismatch="raise"), may_die=True) as (manager, sidecar):
         generate(manager, prompts_sharing_prefixes(2))
         with paused(manager):
             sidecar.settle()
@@ -253,7 +253,12 @@ def test_switched_off_nothing_is_read_and_on_again_coverage_returns() -> None:
         traffic = Traffic(manager, pages=48, seed=2)
         for _ in range(3):
             start = counters(sidecar).verified_pages if sidecar.snapshot().groups else 0
-            wait_until(lambda n=start: traffic.pump() or (sidecar.snapshot().groups and counters(sidecar).verified_pages > n + 500), 60)
+            wait_until(
+                lambda n=start: (
+                    traffic.pump() or (sidecar.snapshot().groups and counters(sidecar).verified_pages > n + 500)
+                ),
+                60,
+            )
             sidecar.submit(SetEnabled(enabled=False)).result(5)
             read = dict(counters(sidecar).read_bytes)
             finished = traffic.requests_finished
@@ -321,7 +326,7 @@ def test_a_model_is_guarded_through_every_manager_it_makes() -> None:
 
 @pytest.mark.skipif(
     transformers.__version__.startswith("5.18."),
-    reason="transformers 5.18 cannot run a second session of a kept manager with sdpa (wrong attention mask), canary or not",
+    reason="transformers 5.18 cannot run a second session of a kept manager with sdpa (wrong mask), canary or not",
 )
 def test_a_kept_manager_is_guarded_in_its_next_session() -> None:
     model = build_model()
@@ -343,12 +348,12 @@ def test_a_kept_manager_is_guarded_in_its_next_session() -> None:
 
 def test_sliding_layers_are_listed_as_not_covered_and_raise_nothing() -> None:
     """A hybrid model: sectors travel between two allocators over the same bytes all the time."""
-    model = build_model(
-        num_hidden_layers=4, sliding_window=32, layer_types=["full_attention", "sliding_attention"] * 2
-    )
+    model = build_model(num_hidden_layers=4, sliding_window=32, layer_types=["full_attention", "sliding_attention"] * 2)
     with guarded_engine(model=model, pages=48) as (manager, sidecar):
         traffic = Traffic(manager, pages=48, seed=3)
-        wait_until(lambda: traffic.pump() or (traffic.requests_finished > 60 and counters(sidecar).verified_pages > 2000), 120)
+        wait_until(
+            lambda: traffic.pump() or (traffic.requests_finished > 60 and counters(sidecar).verified_pages > 2000), 120
+        )
         snapshot = sidecar.settle()
         groups = {group.name: group for group in snapshot.groups}
     assert set(groups) == {"full", "sliding"}
@@ -362,7 +367,9 @@ def test_an_unsupported_version_is_refused_in_one_line_and_nothing_is_touched(mo
     manager = build_manager(build_model(), pages=64)
     monkeypatch.setattr(transformers, "__version__", "5.17.0")
     before = dict(vars(manager))
-    with pytest.raises(UnsupportedEngineError, match=r"transformers 5\.17\.0 is not supported; kv-canary supports 5\.18"):
+    with pytest.raises(
+        UnsupportedEngineError, match=r"transformers 5\.17\.0 is not supported; kv-canary supports 5\.18"
+    ):
         attach(manager, make_settings(), serve=False)
     assert vars(manager) == before
 

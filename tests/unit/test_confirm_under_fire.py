@@ -1,4 +1,4 @@
-"""The confirm protocol against real threads: a writer that obeys the rules raises nothing, one that does not is found."""
+"""The confirm protocol against real threads: a writer that obeys the rules raises nothing, any other is found."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from builders.harness import make_group, make_memory
 
+from builders.harness import make_group, make_memory
 from kv_canary import Settings
 from kv_canary.gate import EngineGate
 from kv_canary.ledger import HostLedger, TensorLedger
@@ -196,7 +196,7 @@ def test_an_active_illegal_writer_is_found_while_it_writes() -> None:
 
 @pytest.mark.parametrize("kind", ["host", "tensor"])
 def test_switching_off_and_on_under_load_raises_nothing(kind: str) -> None:
-    """While off not one byte is read and the engine recycles pages unseen; on again, coverage returns without an alarm."""
+    """Off, not one byte is read and the engine recycles pages unseen; on again, coverage returns without an alarm."""
     from kv_canary.commands import SetEnabled
 
     sidecar, engine = guarded(kind, seed=4)
@@ -234,7 +234,7 @@ def test_a_group_switched_off_and_on_raises_nothing_and_covers_again() -> None:
             sidecar.settle()
             page = engine.sealed_page()
             wait_for(lambda: sidecar.snapshot().groups[0].oldest_verification_age_seconds > 0)
-            wait_for(lambda: bool(np.isin(page, sidecar._guards[0].verifier.select(0, PAGES))))
+            wait_for(lambda: bool(np.isin(page, sidecar._canary._guards[0].verifier.select(0, PAGES))))
             engine.memory[page, 0] ^= 1
             wait_for(lambda: sidecar.snapshot().incidents_total == 1)
     finally:

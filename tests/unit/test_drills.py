@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 import pytest
-from builders.harness import Harness
 
+from builders.harness import Harness
 from kv_canary.drills import ATTEMPTS, Drills
 from kv_canary.errors import ConflictError, ForbiddenError
 from kv_canary.fingerprint.table import Differences
@@ -21,9 +21,7 @@ def make_drills(harness: Harness) -> Drills:
 
 
 def request(drills: Drills, kind: str = "fingerprint", **changes) -> Drill:
-    return drills.request(
-        kind, None, **{"automatic": False, "alert": False, "content_allowed": True, **changes}
-    )
+    return drills.request(kind, None, **{"automatic": False, "alert": False, "content_allowed": True, **changes})
 
 
 def run(drills: Drills) -> list[int]:
@@ -56,7 +54,9 @@ def test_a_verifier_that_stopped_working_is_a_missed_drill() -> None:
     harness = Harness()
     harness.sealed(1)
     nothing = np.empty(0, np.int64)
-    harness.verifier.table.verify = lambda pages: Differences(rows=nothing, stripes=nothing, found=nothing.astype(np.uint64))
+    harness.verifier.table.verify = lambda pages: Differences(
+        rows=nothing, stripes=nothing, found=nothing.astype(np.uint64)
+    )
     drills = make_drills(harness)
     request(drills)
     assert run(drills) == []

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from builders.pools import Layout, Part, Pool, make_pool
 from kv_canary.errors import GeometryError
 from kv_canary.fingerprint import spec
-from kv_canary.fingerprint.cpu import CpuTable
-from kv_canary.fingerprint.table import Differences, FingerprintTable, open_table
+from kv_canary.fingerprint.backends import open_table
+from kv_canary.fingerprint.cpu import CpuTable, exchange_byte
+from kv_canary.fingerprint.table import Differences, FingerprintTable
 from kv_canary.fingerprint.tensor import TensorTable
 from kv_canary.geometry import CanaryGroup
 from kv_canary.identity import splitmix64, splitmix64_scalar
@@ -379,6 +380,19 @@ def test_the_cpu_backend_refuses_memory_that_is_not_the_cpu_s() -> None:
     stripes = tuple(replace(s, buffers=(b,)) for s, b in zip(pool.group.stripes, buffers, strict=True))
     with pytest.raises(GeometryError, match="group full lies on meta, not in CPU memory"):
         CpuTable(replace(pool.group, stripes=stripes))
+
+
+@pytest.mark.parametrize(
+    ("expected_generation", "old", "answer", "after"),
+    [(3, -1, 0x0F, 0xF0), (3, 0x0F, 0x0F, 0xF0), (3, 0x0E, -2, 0x0F), (2, -1, -1, 0x0F), (2, 0x0E, -1, 0x0F)],
+    ids=["any byte", "the byte expected", "another byte", "generation moved on", "both"],
+)
+def test_a_byte_is_exchanged_only_for_the_generation_and_the_byte_expected(
+    expected_generation: int, old: int, answer: int, after: int
+) -> None:
+    generations, memory = np.array([9, 3]), np.array([1, 0x0F, 1], np.uint8)
+    assert exchange_byte(generations, 1, expected_generation, memory.ctypes.data + 1, 0xFF, old=old) == answer
+    assert memory.tolist() == [1, after, 1]
 
 
 def test_open_table_picks_the_cpu_backend_for_cpu_memory() -> None:

@@ -174,6 +174,15 @@ def test_partial_reads_the_first_16_bytes_of_every_row(part: Part) -> None:
         assert spec.read_page(covered, page) == first_bytes(part, pool.logical(page)[0][0])
 
 
+def test_partial_reads_every_row_of_every_run() -> None:
+    """Two runs of two rows of 32 bytes: four times the first 16, in the logical order."""
+    buffer = make_buffer(
+        tensor=torch.arange(200, dtype=torch.uint8), pages=1, run_bytes=64, row_bytes=32, axes=(axis(2, 100, 64),)
+    )
+    expected = b"".join(bytes(range(start, start + 16)) for start in (0, 32, 100, 132))
+    assert spec.read_page(partial_buffer(buffer), 0) == expected
+
+
 @pytest.mark.parametrize(
     "part",
     [

@@ -216,8 +216,11 @@ def test_reset_makes_all_pages_unknown_and_raises_every_generation(driver: Drive
     assert (row.generation, row.owners, row.owner, row.identity) == (2, 0, None, 0)
 
 
-def test_reset_drops_the_work_from_before(driver: Driver) -> None:
+@pytest.mark.parametrize("applied", [True, False])
+def test_reset_drops_the_work_from_before(driver: Driver, applied: bool) -> None:
     driver.do("seal", [1], [70])
+    if applied:
+        driver.apply()
     driver.do("reset")
     driver.do("adopt", [2], [80])
     assert [(work.kind, work.pages.tolist(), work.generations.tolist()) for work in driver.work()] == [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from builders.harness import Harness, make_memory
 
+from builders.harness import Harness, make_memory
 from kv_canary.scrubber import EMPTY_PASS_SECONDS, REQUESTED_SHARE, Scrubber
 from kv_canary.settings import Budget
 

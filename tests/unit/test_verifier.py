@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from builders.harness import Harness
 
+from builders.harness import Harness
 from kv_canary.ledger import Work
 
 

@@ -338,10 +338,6 @@ class CpuTable:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kv-canary-cpu") if threads > 1 else None
 
-    @property
-    def nbytes(self) -> int:
-        return self._expected.nbytes
-
     def read(self, pages: PageArray) -> FingerprintArray:
         out = np.empty((len(pages), len(self._group.stripes)), np.uint64)
         pages = np.ascontiguousarray(pages)

@@ -13,8 +13,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kv_canary.geometry import CanaryGroup
-
 PageArray = npt.NDArray[np.int64]
 FingerprintArray = npt.NDArray[np.uint64]
 
@@ -50,14 +48,3 @@ class FingerprintTable(Protocol):
 
     def find(self, stripe: int, fingerprint: int) -> PageArray:
         """Pages that the table expects this fingerprint of (for the cause of a misdirected copy)."""
-
-
-def open_table(group: CanaryGroup, *, threads: int = 1) -> FingerprintTable:
-    """The table for the group's device. All compilation happens here, so call it before traffic."""
-    if group.device.type == "cpu":
-        from kv_canary.fingerprint.cpu import CpuTable
-
-        return CpuTable(group, threads=threads)
-    from kv_canary.fingerprint.tensor import TensorTable
-
-    return TensorTable(group)

@@ -74,10 +74,6 @@ class TensorTable:
         self._rows = max(1, CHUNK_BYTES // max((stripe.words * WORD for stripe in group.stripes), default=1))
 
     @property
-    def nbytes(self) -> int:
-        return self._expected.nbytes + self._keys.nbytes
-
-    @property
     def stream(self) -> torch.cuda.Stream | None:
         """The stream that pages are read on; fences are waited for there."""
         return self._stream
