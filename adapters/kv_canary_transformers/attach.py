@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from kv_canary.errors import UnsupportedEngineError
-from kv_canary.fingerprint.cpu import compiled_kernels
+from kv_canary.fingerprint.kernels import compiled_kernels
 from kv_canary.hooks import expect_method
 from kv_canary.settings import Settings
 from kv_canary.sidecar import Sidecar

@@ -349,12 +349,6 @@ def test_a_group_with_nothing_covered_differs_nowhere(backend: Backend) -> None:
     assert as_set(table.verify(np.arange(3))) == set()
 
 
-@every_backend
-def test_nbytes_counts_the_fingerprints(backend: Backend) -> None:
-    pool, table = opened(backend, Layout())
-    assert table.nbytes >= 8 * pool.layout.pages * len(pool.group.stripes)
-
-
 def test_more_differences_than_a_launch_keeps_are_cut_off_not_made_up() -> None:
     layout = Layout(parts=(Part(tokens=1, heads=1, piece=8),) * 64, pages=80)
     pool = make_pool(layout)

@@ -250,19 +250,15 @@ class Ledgers(RuleBasedStateMachine):
             self.seal([number], identity)
             assert not self.model.wrong
 
-    @rule(number=page, owner=st.sampled_from(OWNERS[1:]), identity=identities)
-    def is_claimed_before_its_seal(self, number: int, owner: str, identity: int) -> None:
+    @rule(number=page, owner=st.sampled_from(OWNERS[1:]), identity=identities, copied=st.booleans())
+    def is_claimed_before_its_seal(self, number: int, owner: str, identity: int, copied: bool) -> None:
         if self.model.pages[number].state in ("free", "unknown") and not self.model.pages[number].holders:
             self.allocate([number], owner)
             self.claim([number], identity, "c", one_each=False)
             assert not self.model.wrong
-
-    @rule(onto=page, owner=owners)
-    def moves_a_sealed_page(self, onto: int, owner: str) -> None:
-        for source, page in enumerate(self.model.pages):
-            if page.state == "sealed" and source != onto:
-                self.move(source, onto, owner)
-                return
+            sources = [source for source, page in enumerate(self.model.pages) if page.state == "sealed"]
+            if copied and sources:
+                self.move(sources[0], number, owner)
 
     @rule(number=page)
     def ends_legally(self, number: int) -> None:

@@ -18,7 +18,10 @@ from kv_canary import __version__
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = {"kv_canary": REPOSITORY / "daemon", "kv_canary_transformers": REPOSITORY / "adapters"}
-NOT_SOURCE = (".git", ".*_cache", ".venv*", "__pycache__", "*.egg-info", "build", "dist")
+NOT_SOURCE = (
+    *(".git", ".*_cache", ".hypothesis", ".stack", ".venv*", ".whl"),
+    *("__pycache__", "*.egg-info", "build", "dist"),
+)
 
 
 @pytest.fixture(scope="module")

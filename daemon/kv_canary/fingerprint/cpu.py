@@ -1,15 +1,8 @@
-"""CPU backend: numba kernels that read each page once, in address order, with the GIL released.
-
-Used by the canary thread. Compilation takes seconds and holds the GIL, so it happens when the first table is opened, at
-attach, and is cached on disk where that is possible.
-"""
+"""CPU backend: fingerprints of pages in CPU memory, read in address order without the GIL. For the canary thread."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,14 +10,12 @@ import numpy.typing as npt
 
 from kv_canary.errors import GeometryError
 from kv_canary.fingerprint import spec
+from kv_canary.fingerprint.kernels import compiled_kernels
 from kv_canary.fingerprint.table import Differences, FingerprintArray, PageArray
 from kv_canary.geometry import WORD, CanaryGroup, PageBuffer
 from kv_canary.identity import splitmix64_scalar
 
-logger = logging.getLogger("kv_canary")
-
 _MAXIMUM_DIFFERENCES = 4096  # rows kept of one launch; a page that does not fit is found by the next sweep
-Kernel = Callable[..., Any]
 
 
 class Plan:
@@ -66,13 +57,7 @@ class Plan:
                     offset_count += size
                 key += buffer.words
             starts.append(len(rows))
-        columns = list(zip(*rows, strict=True)) if rows else [()] * 6
-        self.address = np.array(columns[0], np.uint64)
-        self.stride = np.array(columns[1], np.int64)
-        self.words = np.array(columns[2], np.int64)
-        self.tail = np.array(columns[3], np.int64)
-        self.key = np.array(columns[4], np.int64)
-        self.gather = np.array(columns[5], np.int64)
+        self.segments = np.array(rows, np.int64).reshape(-1, 6)
         self.offsets = np.concatenate(offsets) if offsets else np.zeros(1, np.int64)
         self.starts = np.array(starts, np.int64)
         self.lengths = np.array([splitmix64_scalar(stripe.bytes_per_page) for stripe in group.stripes], np.uint64)
@@ -84,19 +69,7 @@ class Plan:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        return (
-            self.address,
-            self.stride,
-            self.words,
-            self.tail,
-            self.key,
-            self.gather,
-            self.offsets,
-            self.starts,
-            self.lengths,
-            self.keys,
-            self.page_major,
-        )
+        return self.segments, self.offsets, self.starts, self.lengths, self.keys, self.page_major
 
 
 def _is_word_aligned(buffer: PageBuffer) -> bool:
@@ -106,206 +79,6 @@ def _is_word_aligned(buffer: PageBuffer) -> bool:
         axis.memory_stride % WORD == 0 for axis in buffer.axes
     )
     return logical and memory
-
-
-@lru_cache(maxsize=1)
-def compiled_kernels() -> tuple[Kernel, Kernel, Kernel]:
-    """(read, verify, exchange), compiled.
-
-    Falls back to compiling anew in each process where no cache can be written.
-    """
-    try:
-        return _compile(cache=True)
-    except (RuntimeError, OSError) as error:
-        logger.warning(
-            "kernels are compiled anew in this process: no cache (%s); set NUMBA_CACHE_DIR to a folder", error
-        )
-        return _compile(cache=False)
-
-
-def _compile(*, cache: bool) -> tuple[Kernel, Kernel, Kernel]:
-    import numba
-    from numba.core import types as numba_types
-    from numba.extending import intrinsic
-
-    types: Any = numba_types
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def pointer(typing_context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(types.uint64)(types.uint64), generate
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def byte_pointer(typing_context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(types.uint8)(types.uint64), generate
-
-    low = np.uint64(0xFFFFFFFF)
-    half = np.uint64(32)
-    eight = np.uint64(8)
-
-    @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-    def term(word: Any, key: Any) -> Any:
-        v = word ^ key
-        return (v & low) * (v >> half) + ((word << half) | (word >> half))
-
-    @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-    def splitmix(value: Any) -> Any:
-        z = value + np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
-
-    @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-    def stripe_sum(
-        page: Any,
-        first: Any,
-        last: Any,
-        address: Any,
-        stride: Any,
-        words: Any,
-        tail: Any,
-        key: Any,
-        gather: Any,
-        offsets: Any,
-        keys: Any,
-    ) -> Any:
-        total = np.uint64(0)
-        for segment in range(first, last):
-            base = address[segment] + np.uint64(page * stride[segment])
-            count = words[segment]
-            start = key[segment]
-            if gather[segment] < 0:
-                data = numba.carray(pointer(base), (count,), dtype=np.uint64)
-                part = np.uint64(0)
-                ks = keys[start : start + count]
-                for i in range(count):
-                    part += term(data[i], ks[i])
-                total += part
-                if tail[segment]:
-                    rest = numba.carray(byte_pointer(base + np.uint64(8 * count)), (tail[segment],), dtype=np.uint8)
-                    word = np.uint64(0)
-                    for i in range(tail[segment]):
-                        word |= np.uint64(rest[i]) << (np.uint64(i) * eight)
-                    total += term(word, keys[start + count])
-            else:
-                size = 8 * count + tail[segment]
-                position = gather[segment]
-                for i in range((size + 7) // 8):
-                    word = np.uint64(0)
-                    for b in range(min(8, size - 8 * i)):
-                        byte = numba.carray(
-                            byte_pointer(base + np.uint64(offsets[position + 8 * i + b])), (1,), dtype=np.uint8
-                        )
-                        word |= np.uint64(byte[0]) << (np.uint64(b) * eight)
-                    total += term(word, keys[start + i])
-        return total
-
-    @numba.njit(nogil=True, cache=cache)  # type: ignore[untyped-decorator]
-    def read(
-        pages: Any,
-        address: Any,
-        stride: Any,
-        words: Any,
-        tail: Any,
-        key: Any,
-        gather: Any,
-        offsets: Any,
-        starts: Any,
-        lengths: Any,
-        keys: Any,
-        page_major: Any,
-        out: Any,
-    ) -> None:
-        stripes = len(starts) - 1
-        outer, inner = (len(pages), stripes) if page_major else (stripes, len(pages))
-        for a in range(outer):
-            for b in range(inner):
-                row, stripe = (a, b) if page_major else (b, a)
-                total = stripe_sum(
-                    pages[row],
-                    starts[stripe],
-                    starts[stripe + 1],
-                    address,
-                    stride,
-                    words,
-                    tail,
-                    key,
-                    gather,
-                    offsets,
-                    keys,
-                )
-                out[row, stripe] = splitmix(total ^ lengths[stripe])
-
-    @numba.njit(nogil=True, cache=cache)  # type: ignore[untyped-decorator]
-    def verify(
-        pages: Any,
-        address: Any,
-        stride: Any,
-        words: Any,
-        tail: Any,
-        key: Any,
-        gather: Any,
-        offsets: Any,
-        starts: Any,
-        lengths: Any,
-        keys: Any,
-        page_major: Any,
-        expected: Any,
-        rows: Any,
-        where: Any,
-        found: Any,
-    ) -> Any:
-        stripes = len(starts) - 1
-        outer, inner = (len(pages), stripes) if page_major else (stripes, len(pages))
-        count = 0
-        for a in range(outer):
-            for b in range(inner):
-                row, stripe = (a, b) if page_major else (b, a)
-                page = pages[row]
-                total = stripe_sum(
-                    page, starts[stripe], starts[stripe + 1], address, stride, words, tail, key, gather, offsets, keys
-                )
-                value = splitmix(total ^ lengths[stripe])
-                if value != expected[page, stripe]:
-                    if count < len(rows):
-                        rows[count] = row
-                        where[count] = stripe
-                        found[count] = value
-                    count += 1
-        return count
-
-    @numba.njit(cache=cache)  # type: ignore[untyped-decorator]
-    def exchange(generation: Any, page: Any, expected_generation: Any, address: Any, old: Any, new: Any) -> Any:
-        # Keeps the GIL (no nogil): see `exchange_byte`.
-        if generation[page] != expected_generation:
-            return -1
-        byte = numba.carray(byte_pointer(address), (1,), dtype=np.uint8)
-        if old >= 0 and byte[0] != old:
-            return -2
-        before = byte[0]
-        byte[0] = before ^ np.uint8(new)
-        return int(before)
-
-    plan = (
-        np.zeros(0, np.uint64),
-        *(np.zeros(0, np.int64),) * 5,
-        np.zeros(1, np.int64),
-        np.zeros(1, np.int64),
-        np.zeros(0, np.uint64),
-        np.zeros(1, np.uint64),
-        True,
-    )
-    pages, i64, u64 = np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros((1, 1), np.uint64)
-    read(pages, *plan, u64)
-    verify(pages, *plan, u64, i64, i64.copy(), np.zeros(1, np.uint64))
-    scratch = np.zeros(1, np.uint8)
-    exchange(i64, 0, 0, np.uint64(scratch.ctypes.data), -1, 0)
-    return read, verify, exchange
 
 
 def exchange_byte(

@@ -1,0 +1,217 @@
+"""The numba kernels of the CPU backend. Importing this module imports numba; nothing is compiled before
+`compiled_kernels`.
+
+They read each page once. A kernel works in blocks of 64 words: the block is one vectorised loop, and the line that will
+be needed `PREFETCH_BYTES` later is asked for before it, because a loop with a multiplication in it leaves the processor
+too few loads in flight to keep the memory busy. Compilation takes seconds and holds the GIL, so it happens at attach,
+and is cached on disk where that is possible.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.core import types as numba_types
+from numba.extending import intrinsic
+
+logger = logging.getLogger("kv_canary")
+
+BLOCK_WORDS = 64
+LINE_BYTES = 64
+PREFETCH_BYTES = 8192
+
+Kernel = Callable[..., Any]
+types: Any = numba_types
+
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_EIGHT = np.uint64(8)
+_BLOCK_BYTES = np.uint64(8 * BLOCK_WORDS)
+
+# Columns of a segment, see `cpu.Plan`
+ADDRESS, STRIDE, WORDS, TAIL, KEY, GATHER = range(6)
+
+
+def _pointer_to(kind: Any) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def pointer(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.uint64), generate
+
+    return pointer
+
+
+_words_at = _pointer_to(types.uint64)
+_bytes_at = _pointer_to(types.uint8)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _prefetch(typing_context: Any, address: Any) -> Any:
+    """Asks for a cache line; an address that is not mapped is no fault."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer, integer = ir.IntType(8).as_pointer(), ir.IntType(32)
+        signature_ = ir.FunctionType(ir.VoidType(), [pointer, integer, integer, integer])
+        function = cgutils.get_or_insert_function(builder.module, signature_, "llvm.prefetch.p0")
+        read, keep, data = integer(0), integer(3), integer(1)
+        builder.call(function, [builder.inttoptr(arguments[0], pointer), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), generate
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _term(word: Any, key: Any) -> Any:
+    v = word ^ key
+    return (v & _LOW) * (v >> _HALF) + ((word << _HALF) | (word >> _HALF))
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _splitmix(value: Any) -> Any:
+    z = value + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _run_sum(base: Any, count: Any, keys: Any, start: Any) -> Any:
+    """Sum over `count` contiguous words; their keys begin at `start`."""
+    total = np.uint64(0)
+    blocks = count // BLOCK_WORDS
+    for block in range(blocks):
+        here = base + np.uint64(block) * _BLOCK_BYTES
+        for line in range(8 * BLOCK_WORDS // LINE_BYTES):
+            _prefetch(here + np.uint64(PREFETCH_BYTES + LINE_BYTES * line))
+        words = numba.carray(_words_at(here), (BLOCK_WORDS,), dtype=np.uint64)
+        first = start + block * BLOCK_WORDS
+        part = np.uint64(0)
+        for i in range(BLOCK_WORDS):
+            part += _term(words[i], keys[first + i])
+        total += part
+    rest = count - blocks * BLOCK_WORDS
+    words = numba.carray(_words_at(base + np.uint64(blocks) * _BLOCK_BYTES), (rest,), dtype=np.uint64)
+    first = start + blocks * BLOCK_WORDS
+    for i in range(rest):
+        total += _term(words[i], keys[first + i])
+    return total
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _tail_term(base: Any, size: Any, key: Any) -> Any:
+    """The last word of a run, zero-padded from `size` bytes."""
+    data = numba.carray(_bytes_at(base), (size,), dtype=np.uint8)
+    word = np.uint64(0)
+    for i in range(size):
+        word |= np.uint64(data[i]) << (np.uint64(i) * _EIGHT)
+    return _term(word, key)
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _gathered_sum(base: Any, size: Any, offsets: Any, position: Any, keys: Any, start: Any) -> Any:
+    """Sum over `size` bytes that lie anywhere: byte i at `offsets[position + i]` from `base`."""
+    total = np.uint64(0)
+    for i in range((size + 7) // 8):
+        word = np.uint64(0)
+        for b in range(min(8, size - 8 * i)):
+            byte = numba.carray(_bytes_at(base + np.uint64(offsets[position + 8 * i + b])), (1,), dtype=np.uint8)
+            word |= np.uint64(byte[0]) << (np.uint64(b) * _EIGHT)
+        total += _term(word, keys[start + i])
+    return total
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _fingerprint(page: Any, stripe: Any, segments: Any, offsets: Any, starts: Any, lengths: Any, keys: Any) -> Any:
+    total = np.uint64(0)
+    for s in range(starts[stripe], starts[stripe + 1]):
+        base = np.uint64(segments[s, ADDRESS] + page * segments[s, STRIDE])
+        count, tail, start = segments[s, WORDS], segments[s, TAIL], segments[s, KEY]
+        if segments[s, GATHER] >= 0:
+            total += _gathered_sum(base, 8 * count + tail, offsets, segments[s, GATHER], keys, start)
+        else:
+            total += _run_sum(base, count, keys, start)
+            if tail:
+                total += _tail_term(base + np.uint64(8 * count), tail, keys[start + count])
+    return _splitmix(total ^ lengths[stripe])
+
+
+def _read(
+    pages: Any, segments: Any, offsets: Any, starts: Any, lengths: Any, keys: Any, page_major: Any, out: Any
+) -> None:
+    stripes = len(starts) - 1
+    outer, inner = (len(pages), stripes) if page_major else (stripes, len(pages))
+    for a in range(outer):
+        for b in range(inner):
+            row, stripe = (a, b) if page_major else (b, a)
+            out[row, stripe] = _fingerprint(pages[row], stripe, segments, offsets, starts, lengths, keys)
+
+
+def _verify(
+    pages: Any,
+    segments: Any,
+    offsets: Any,
+    starts: Any,
+    lengths: Any,
+    keys: Any,
+    page_major: Any,
+    expected: Any,
+    rows: Any,
+    where: Any,
+    found: Any,
+) -> Any:
+    stripes = len(starts) - 1
+    outer, inner = (len(pages), stripes) if page_major else (stripes, len(pages))
+    count = 0
+    for a in range(outer):
+        for b in range(inner):
+            row, stripe = (a, b) if page_major else (b, a)
+            value = _fingerprint(pages[row], stripe, segments, offsets, starts, lengths, keys)
+            if value != expected[pages[row], stripe]:
+                if count < len(rows):
+                    rows[count], where[count], found[count] = row, stripe, value
+                count += 1
+    return count
+
+
+def _exchange(generation: Any, page: Any, expected_generation: Any, address: Any, old: Any, mask: Any) -> Any:
+    if generation[page] != expected_generation:
+        return -1
+    byte = numba.carray(_bytes_at(address), (1,), dtype=np.uint8)
+    before = byte[0]
+    if old >= 0 and before != old:
+        return -2
+    byte[0] = before ^ np.uint8(mask)
+    return int(before)
+
+
+@lru_cache(maxsize=1)
+def compiled_kernels() -> tuple[Kernel, Kernel, Kernel]:
+    """(read, verify, exchange), compiled. Where no cache can be written they are compiled anew in each process."""
+    try:
+        return _compile(cache=True)
+    except (RuntimeError, OSError) as error:
+        logger.warning("kernels are compiled anew in this process: no cache (%s); set NUMBA_CACHE_DIR", error)
+        return _compile(cache=False)
+
+
+def _compile(*, cache: bool) -> tuple[Kernel, Kernel, Kernel]:
+    read = numba.njit(nogil=True, cache=cache)(_read)
+    verify = numba.njit(nogil=True, cache=cache)(_verify)
+    exchange = numba.njit(cache=cache)(_exchange)  # keeps the GIL: see `cpu.exchange_byte`
+    i64, u64, table = np.zeros(1, np.int64), np.zeros(1, np.uint64), np.zeros((1, 1), np.uint64)
+    plan = (np.zeros((0, 6), np.int64), i64, i64, np.zeros(0, np.uint64), u64, True)
+    pages = np.zeros(0, np.int64)
+    read(pages, *plan, table)
+    verify(pages, *plan, table, i64, i64.copy(), u64.copy())
+    scratch = np.zeros(1, np.uint8)
+    exchange(i64, 0, 0, np.uint64(scratch.ctypes.data), -1, 0)
+    return read, verify, exchange
