@@ -178,9 +178,13 @@ class Recorder:
         if sealed:
             identities, owners, counts = zip(*sealed.values(), strict=True)
             self.ledger.adopt(list(sealed), identities, owners, owners=counts, fence=self._fence())
+        held: set[int] = set()
         for request_id, blocks in opened:
-            if blocks:
-                self.ledger.allocate(blocks, request_id)
+            if fresh := [block for block in blocks if block not in held]:
+                self.ledger.allocate(fresh, request_id)
+            if shared := [block for block in blocks if block in held]:  # of a fork: one page, two owners by right
+                self.ledger.claim(shared, UNKNOWN_IDENTITY, request_id)
+            held.update(blocks)
         if blocks := list(free):
             self.ledger.free(blocks, fence=self._fence())
 

@@ -96,6 +96,11 @@ def exchange_byte(
     return int(compiled_kernels()[2](generation, page, expected_generation, np.uint64(address), old, mask))
 
 
+def _as_compiled(pages: PageArray) -> PageArray:
+    """In the form that the kernels were compiled for; another one would be compiled while the engine serves."""
+    return np.require(pages, np.int64, ["C_CONTIGUOUS", "WRITEABLE"])
+
+
 class CpuTable:
     """`FingerprintTable` for pools in CPU memory."""
 
@@ -113,7 +118,7 @@ class CpuTable:
 
     def read(self, pages: PageArray) -> FingerprintArray:
         out = np.empty((len(pages), len(self._group.stripes)), np.uint64)
-        pages = np.ascontiguousarray(pages)
+        pages = _as_compiled(pages)
         if self._pool is None or len(pages) < self._threads:
             self._read(pages, *self._plan.arguments, out)
         else:
@@ -123,7 +128,7 @@ class CpuTable:
         return out
 
     def verify(self, pages: PageArray) -> Differences:
-        pages = np.ascontiguousarray(pages)
+        pages = _as_compiled(pages)
         if self._pool is None or len(pages) < self._threads:
             return self._verify_part(pages, 0)
         parts = np.array_split(pages, self._threads)
