@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ def test_forks_share_or_copy_blocks_and_raise_nothing(share: bool) -> None:
 
 @pytest.mark.parametrize("share", [True, False])
 def test_every_complete_block_of_every_request_is_guarded(share: bool) -> None:
-    """An audit in the middle of traffic: what the engine's tables call complete has a valid fingerprint, no other has."""
+    """An audit in the middle of traffic: complete blocks have a valid fingerprint, and no others have one."""
     with guarded_engine(pages=64, allow_block_sharing=share) as (manager, sidecar):
         traffic = Traffic(manager, pages=64, seed=5)
         audited = 0
@@ -365,7 +366,7 @@ def test_sliding_layers_are_listed_as_not_covered_and_raise_nothing() -> None:
 
 def test_an_unsupported_version_is_refused_in_one_line_and_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = build_manager(build_model(), pages=64)
-    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.17.0")
     before = dict(vars(manager))
     with pytest.raises(
         UnsupportedEngineError, match=r"transformers 5\.17\.0 is not supported; kv-canary supports 5\.18"
