@@ -199,12 +199,14 @@ class ProcessorGuard:
                 if gate.recording:
                     for recorder in recorders:
                         recorder.settle()
-                        recorder.ledger.step()
+                        recorder.ledger.step(gate.steps + 1)
             except CanaryMismatchError:
                 raise
             except Exception as error:  # noqa: BLE001 - the engine must never see it
                 gate.fail("step", error)
-            return original()
+            prepared = original()
+            gate.steps += bool(prepared)
+            return prepared
 
         return prepare_next_batch
 

@@ -35,6 +35,7 @@ class EngineGate:
     def __init__(self) -> None:
         self.recording = False
         self.epoch = 0
+        self.steps = 0  # that the engine has taken, recorded or not; the engine's thread counts them
         self.hook_seconds: dict[str, float] = {}
         self._lock = Lock()
         self._resync_wanted = False

@@ -125,7 +125,7 @@ def _newest_incidents(snapshot: Snapshot) -> dict[Labels, Incident]:
         if len(newest) == len(wanted):
             break
         labels = (incident.group, incident.check, incident.persistence, incident.source)
-        if labels in wanted:
+        if incident.counted and labels in wanted:
             newest.setdefault(labels, incident)
     return newest
 

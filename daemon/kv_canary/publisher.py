@@ -140,7 +140,7 @@ class Publisher:
             reason=reason,
             enabled=enabled,
             settings=settings,
-            engine_step=max((space.ledger.engine_step for space in self._spaces), default=0),
+            engine_step=max((gate.steps for gate in self._gates), default=0),
             groups=groups,
             uncovered=uncovered,
             incidents=self._incidents.published(),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from kv_canary.cause import guess_cause
 from kv_canary.guard import GroupGuard, Space
 from kv_canary.incidents import IncidentLog
-from kv_canary.ledger import Violation
+from kv_canary.ledger import LedgerRow, Violation
 from kv_canary.settings import Settings
 from kv_canary.snapshot import PAGE_STATES, Check, Drill, Incident, Source, StripeFinding
 from kv_canary.verifier import Finding
@@ -52,7 +52,7 @@ class Reporter:
         """A detected drill. Automatic ones leave no incident; only an alert rehearsal counts as a mismatch."""
         if drill.automatic:
             return None
-        incident = self._from_finding(guard, finding, "drill", drill.id)
+        incident = replace(self._from_finding(guard, finding, "drill", drill.id), counted=drill.alert)
         if drill.alert:
             guard.verifier.counters.mismatch(incident.check, incident.persistence, "drill")
         self._incidents.add(incident)
@@ -130,7 +130,7 @@ class Reporter:
         step = guard.ledger.engine_step
         cause = "a drill" if drill else guess_cause(finding, guard.verifier, row, step)
         window = "" if last_good is None else f", good {found_at - last_good:.1f} s before"
-        owner = row.owner or (f"nobody, last {row.previous_owner}" if row.previous_owner else "nobody")
+        owner = _held_by(row)
         return Incident(
             id=self._incidents.next_id(),
             source=source,
@@ -157,3 +157,12 @@ class Reporter:
             reaction="",
             drill=drill,
         )
+
+
+def _held_by(row: LedgerRow) -> str:
+    if row.owner and row.owners > 1:
+        return f"{row.owner} and {row.owners - 1} more"
+    if row.owner:
+        return row.owner
+    last = f", last {row.previous_owner}" if row.previous_owner else ""
+    return f"{row.owners} requests that share it{last}" if row.owners else f"nobody{last}"

@@ -55,7 +55,8 @@ class StripeFinding:
 class Incident:
     """A check that failed and was confirmed.
 
-    Times are seconds since 1970; steps count the engine's steps since attach.
+    Times are seconds since 1970; steps count the engine's steps since attach. `counted` says whether the mismatch
+    counter has it: a drill is in it only if it was posted with an alert.
     """
 
     id: str
@@ -78,6 +79,7 @@ class Incident:
     summary: str
     reaction: str
     drill: str | None = None
+    counted: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

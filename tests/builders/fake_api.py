@@ -205,6 +205,7 @@ def incident_document(identifier: str = "i-1", **changes: Any) -> dict[str, Any]
         "summary": "page 812 of group full changed in layers 1-2 while sealed",
         "reaction": "log",
         "drill": None,
+        "counted": True,
     } | changes
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kv_canary.fingerprint.cpu import CpuTable
 from kv_canary.gate import EngineGate
 from kv_canary.geometry import CanaryGroup, build_group, contiguous_buffer
 from kv_canary.guard import GroupGuard
@@ -62,6 +61,8 @@ class Harness:
     clock: ManualClock = field(default_factory=ManualClock)
 
     def __post_init__(self) -> None:
+        from kv_canary.fingerprint.cpu import CpuTable  # a GPU test machine may have no numba
+
         self.group = make_group(self.memory)
         self.ledger = HostLedger("full", len(self.memory))
         self.gate = EngineGate()

@@ -5,6 +5,7 @@ To put a backend into the suite, add it to `BACKENDS`.
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from builders.pools import Layout, Part, Pool, make_pool
 from kv_canary.errors import GeometryError
 from kv_canary.fingerprint import spec
 from kv_canary.fingerprint.backends import open_table
-from kv_canary.fingerprint.cpu import CpuTable, exchange_byte
+from kv_canary.fingerprint.gpu import GpuTable
 from kv_canary.fingerprint.table import Differences, FingerprintTable
 from kv_canary.fingerprint.tensor import TensorTable
 from kv_canary.geometry import CanaryGroup
@@ -36,14 +37,27 @@ class Backend:
         return self.name
 
 
+if importlib.util.find_spec("numba"):  # a GPU test machine may have none
+    from kv_canary.fingerprint.cpu import CpuTable, exchange_byte
+
+    cpu_backends = [
+        Backend("cpu", "cpu", CpuTable),
+        Backend("cpu-2-threads", "cpu", lambda group: CpuTable(group, threads=2)),
+    ]
+else:
+    cpu_backends = []
+
 BACKENDS = [
-    Backend("cpu", "cpu", CpuTable),
-    Backend("cpu-2-threads", "cpu", lambda group: CpuTable(group, threads=2)),
+    *cpu_backends,
     Backend("tensor-cpu", "cpu", TensorTable),
-    *([Backend("tensor-cuda", "cuda", TensorTable)] if torch.cuda.is_available() else []),
+    *(
+        [Backend("tensor-cuda", "cuda", TensorTable), Backend("gpu", "cuda", GpuTable)]
+        if torch.cuda.is_available()
+        else [Backend("gpu-interpreted", "cpu", GpuTable)]
+    ),
 ]
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
-some_examples = settings(max_examples=40, deadline=None)
+some_examples = settings(max_examples=25, deadline=None)
 
 
 @st.composite

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -23,14 +22,11 @@ logger = logging.getLogger("kv_canary")
 _STOP_SECONDS = 10.0
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], stop: threading.Event) -> int:
     options = parse(arguments)
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
     try:
         return _run(options, stop)
     except KVCanaryError as error:

@@ -24,7 +24,7 @@ class UsageError(KVCanaryError):
     """The arguments do not follow the grammar."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises instead of leaving the process, so that `--json` holds for wrong use too."""
 
     def error(self, message: str) -> NoReturn:
@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="kv-canary",
         description="Asks and steers the KV Canary inside a running LLM server.",
         epilog=EPILOG,
@@ -73,8 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
     command = add("settings", commands.settings, "show the settings, or change live ones")
     live = ", ".join(live_settings())
     command.add_argument("changes", nargs="*", metavar="KEY=VALUE", help=f"change these while the server runs: {live}")
-    # Listed for --help alone: `main` hands everything after `demo` over before this grammar sees it.
+    # Listed for --help alone: `main` hands everything after these over before this grammar sees it.
     subparsers.add_parser("demo", help="run an embedded engine with traffic under the canary", add_help=False)
+    subparsers.add_parser("bench", help="measure on this machine what guarding a cache costs", add_help=False)
     return parser
 
 

@@ -4,8 +4,12 @@ for a device that is not there.
 
 from __future__ import annotations
 
+import logging
+
 from kv_canary.fingerprint.table import FingerprintTable
 from kv_canary.geometry import CanaryGroup
+
+logger = logging.getLogger("kv_canary")
 
 
 def open_table(group: CanaryGroup, *, threads: int = 1) -> FingerprintTable:
@@ -14,6 +18,12 @@ def open_table(group: CanaryGroup, *, threads: int = 1) -> FingerprintTable:
         from kv_canary.fingerprint.cpu import CpuTable
 
         return CpuTable(group, threads=threads)
+    try:
+        from kv_canary.fingerprint.gpu import GpuTable
+
+        return GpuTable(group)
+    except Exception as error:  # noqa: BLE001 - no triton, or one that cannot compile for this device
+        logger.warning("group %s is read with plain torch operations, several times slower: %s", group.name, error)
     from kv_canary.fingerprint.tensor import TensorTable
 
     return TensorTable(group)

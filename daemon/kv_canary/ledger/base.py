@@ -76,8 +76,8 @@ class Ledger(Protocol):
     name: str
     pages: int
 
-    def step(self) -> None:
-        """The engine begins another step."""
+    def step(self, number: int | None = None) -> None:
+        """The engine begins another step: the one of that number, or the next one."""
 
     def allocate(self, pages: Any, owner: Any = 0) -> None: ...
 

@@ -72,9 +72,9 @@ class HostLedger:
             return
         self._events.append(event)
 
-    def step(self) -> None:
-        self._steps += 1
-        self._record(_STEP)
+    def step(self, number: int | None = None) -> None:
+        self._steps = self._steps + 1 if number is None else number
+        self._record(_STEP, self._steps)
 
     def allocate(self, pages: Any, owner: Any = 0) -> None:
         pages = np.array(pages, np.int64)
@@ -138,7 +138,7 @@ class HostLedger:
     def _replay(self, event: tuple[Any, ...]) -> None:
         table, kind = self._table, event[0]
         if kind == _STEP:
-            table.step += 1
+            table.step = event[1]
         elif kind == _RESET:
             self._replay_reset(event[1], event[2])
         elif kind == _MOVE:

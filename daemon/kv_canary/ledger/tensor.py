@@ -41,8 +41,8 @@ class TensorLedger:
 
     # Engine's thread
 
-    def step(self) -> None:
-        self._table.step += 1
+    def step(self, number: int | None = None) -> None:
+        self._table.step = self._table.step + 1 if number is None else number
 
     def allocate(self, pages: Any, owner: Any = 0) -> None:
         self._table.allocate(self._arrays.pages(pages), self._owner(owner))

@@ -1,0 +1,205 @@
+"""The engine part of `kv-canary bench`: a continuous-batching engine with the canary off and on, taking turns.
+
+Off means off: no hook is installed. Every run has a manager of its own over the same model, the same prompts in the
+same order, and greedy decoding, so all runs do the same steps. Step times are taken around the engine's own step, on
+its thread.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kv_canary.bench.engines import EngineRequest
+from kv_canary.bench.timing import median, paired, percentile, spread
+from kv_canary.errors import KVCanaryError
+from kv_canary.settings import Budget, Settings
+from kv_canary.snapshot import Snapshot
+from kv_canary_transformers.attach import attach
+from kv_canary_transformers.demo.engine import PAGE_TOKENS, VOCABULARY, build_manager, build_model
+from kv_canary_transformers.versions import check_version
+
+REQUESTS = 32
+PROMPT_TOKENS = (48, 112)
+NEW_TOKENS = 96
+PAGES = 32 * (REQUESTS // 2)
+WARM_REQUESTS = 4
+MODEL: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+_LIMIT_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of the engine over all prompts."""
+
+    tokens_per_second: float
+    step_seconds: tuple[float, ...]
+    hook_seconds_per_step: float
+    read_bytes_per_second: float
+    mismatches: int
+
+
+def measure(request: EngineRequest) -> dict[str, Any]:
+    """Runs off, on, off, on ... and returns the document of the engine part."""
+    version = check_version()
+    cores = os.cpu_count() or 1
+    if request.device == "cpu":
+        torch.set_num_threads(max(1, cores - 1))  # one core is left for the canary, as a server would leave it
+    model = build_model(device=request.device, **MODEL)
+    prompts = make_prompts()
+    variants: list[Budget | None] = [None, *request.budgets]
+    for variant in variants[:2]:
+        _run(model, prompts, variant)  # compiles, fills caches; not counted
+    runs: dict[int, list[Run]] = {index: [] for index in range(len(variants))}
+    for _ in range(request.repeats):
+        for index, variant in enumerate(variants):
+            runs[index].append(_run(model, prompts, variant))
+            request.each_run()
+    off = runs[0]
+    return {
+        "engine": "transformers",
+        "engine_version": version,
+        "device": request.device,
+        "engine_threads": torch.get_num_threads(),
+        "model": f"random Llama, {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters",
+        "requests": REQUESTS,
+        "new_tokens": NEW_TOKENS,
+        "repeats": request.repeats,
+        "off": _side(off),
+        "on": [
+            {"budget": str(budget), **_side(runs[index]), **_against(runs[index], off)}
+            for index, budget in enumerate(request.budgets, start=1)
+        ],
+    }
+
+
+def make_prompts(seed: int = 0) -> list[list[int]]:
+    """Half of them share a prefix of some pages with another one."""
+    choose = random.Random(seed)
+    prefixes = [[choose.randrange(3, VOCABULARY) for _ in range(2 * PAGE_TOKENS)] for _ in range(REQUESTS // 4)]
+    prompts = []
+    for index in range(REQUESTS):
+        tail = [choose.randrange(3, VOCABULARY) for _ in range(choose.randint(*PROMPT_TOKENS))]
+        prompts.append(prefixes[index // 4] + tail if index % 2 else tail)
+    return prompts
+
+
+def _run(model: Any, prompts: Sequence[list[int]], budget: Budget | None) -> Run:
+    manager = build_manager(model, pages=PAGES)
+    sidecar = (
+        attach(manager, Settings(enabled=True, budget=budget), serve=False, seed=0) if budget is not None else None
+    )
+    steps: list[float] = []
+    manager._generation_loop_body = _timed(manager, steps)
+    try:
+        manager.start()
+        _generate(manager, prompts[:WARM_REQUESTS], "warm")
+        before = None if sidecar is None else sidecar.settle()
+        steps.clear()
+        started = time.perf_counter()
+        tokens = _generate(manager, prompts, "bench")
+        seconds = time.perf_counter() - started
+        taken = tuple(steps)
+        after = None if sidecar is None else sidecar.settle()
+    finally:
+        if manager.is_running():
+            manager.stop(block=True, timeout=30, hard_stop=True, keep_for_next_session=False)
+        if sidecar is not None:
+            sidecar.detach()
+        vars(manager).pop("_generation_loop_body", None)
+    return Run(
+        tokens_per_second=tokens / seconds,
+        step_seconds=taken,
+        hook_seconds_per_step=(_hook_seconds(after) - _hook_seconds(before)) / max(1, len(taken)),
+        read_bytes_per_second=(_read_bytes(after) - _read_bytes(before)) / seconds,
+        mismatches=_mismatches(after),
+    )
+
+
+def _timed(manager: Any, steps: list[float]) -> Callable[..., bool]:
+    """The engine's loop body, with the seconds of every pass that made a step put into `steps`."""
+    original = manager._generation_loop_body
+
+    def timed(*args: Any, **kwargs: Any) -> bool:
+        batch, started = manager.current_batch, time.perf_counter()
+        goes_on: bool = original(*args, **kwargs)
+        if manager.current_batch != batch:
+            steps.append(time.perf_counter() - started)
+        return goes_on
+
+    return timed
+
+
+def _generate(manager: Any, prompts: Sequence[list[int]], label: str) -> int:
+    """Asks for all at once, waits for the answers, and returns the number of generated tokens."""
+    for index, prompt in enumerate(prompts):
+        manager.add_request(prompt, request_id=f"{label}-{index}", max_new_tokens=NEW_TOKENS)
+    tokens, missing, until = 0, len(prompts), time.monotonic() + _LIMIT_SECONDS
+    while missing:
+        result = manager.get_result(timeout=1.0)
+        if result is not None and result.is_finished():
+            tokens += len(result.generated_tokens)
+            missing -= 1
+        elif not manager.is_running() or time.monotonic() > until:
+            raise KVCanaryError(f"the engine did not finish: {manager.background_thread_status.fatal_error}")
+    return tokens
+
+
+def _hook_seconds(snapshot: Snapshot | None) -> float:
+    return 0.0 if snapshot is None else sum(snapshot.hook_seconds.values())
+
+
+def _read_bytes(snapshot: Snapshot | None) -> int:
+    return 0 if snapshot is None else sum(sum(group.counters.read_bytes.values()) for group in snapshot.groups)
+
+
+def _mismatches(snapshot: Snapshot | None) -> int:
+    return 0 if snapshot is None else sum(sum(group.counters.mismatches.values()) for group in snapshot.groups)
+
+
+def _side(runs: Sequence[Run]) -> dict[str, Any]:
+    """Medians over the runs; a step's median and p99 are taken in each run."""
+    rates = [run.tokens_per_second for run in runs]
+    return {
+        "tokens_per_second": median(rates),
+        "tokens_per_second_runs": rates,
+        "spread": spread(rates),
+        "steps": len(runs[0].step_seconds),
+        "step_median_ms": 1e3 * median([median(run.step_seconds) for run in runs]),
+        "step_p99_ms": 1e3 * median([percentile(run.step_seconds, 0.99) for run in runs]),
+        "hook_us_per_step": 1e6 * median([run.hook_seconds_per_step for run in runs]),
+        "read_bytes_per_second": median([run.read_bytes_per_second for run in runs]),
+        "mismatches": sum(run.mismatches for run in runs),
+    }
+
+
+def _against(on: Sequence[Run], off: Sequence[Run]) -> dict[str, Any]:
+    """Ratios of each round's run to the same round's run without the canary."""
+    ratios = paired([run.tokens_per_second for run in on], [run.tokens_per_second for run in off])
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return {
+        "throughput_ratio": median(ratios),
+        "throughput_ratio_quartiles": [low, high],
+        "throughput_ratios": ratios,
+        "step_median_ratio": median(
+            paired([median(run.step_seconds) for run in on], [median(run.step_seconds) for run in off])
+        ),
+        "step_p99_ratio": median(
+            paired(
+                [percentile(run.step_seconds, 0.99) for run in on], [percentile(run.step_seconds, 0.99) for run in off]
+            )
+        ),
+    }
