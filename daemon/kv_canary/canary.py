@@ -47,7 +47,8 @@ class Canary:
 
     def __init__(self, settings: Settings, subject: Subject, clock: Clock, *, seed: int | None = None) -> None:
         self.settings = settings
-        self.url: str | None = None
+        self.notices: list[str] = []
+        self._url: str | None = None
         self._subject = subject
         self._clock = clock
         self._gates: list[EngineGate] = []
@@ -95,6 +96,12 @@ class Canary:
     @property
     def gates(self) -> Sequence[EngineGate]:
         return self._gates
+
+    def reached_at(self, url: str, notice: str | None) -> None:
+        """The address at which people find us, and what they should know about it."""
+        self._url = url
+        if notice is not None:
+            self.notices.append(notice)
 
     def publish_soon(self) -> None:
         """The next tick publishes, whenever the last one was."""
@@ -293,8 +300,9 @@ class Canary:
             state=self._state,
             reason=self._reason,
             enabled=self._enabled,
-            url=self.url,
+            url=self._url,
             uncovered=self._uncovered,
+            notices=self.notices,
         )
 
     def _breathe(self) -> None:

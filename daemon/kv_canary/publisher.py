@@ -117,6 +117,7 @@ class Publisher:
         enabled: bool,
         url: str | None,
         uncovered: tuple[UncoveredBuffer, ...],
+        notices: Sequence[str] = (),
     ) -> Snapshot:
         rate = self._scrubber.rate
         pass_bytes = sum(
@@ -160,7 +161,7 @@ class Publisher:
             ),
             budget_bytes_per_second=rate,
             read_bandwidth_bytes_per_second=self._scrubber.read_bandwidth,
-            warnings=self._warnings(settings, rate, pass_bytes, pass_seconds),
+            warnings=(*notices, *self._warnings(settings, rate, pass_bytes, pass_seconds)),
         )
 
     def _group(self, guard: GroupGuard, settings: Settings, rate: float, pass_seconds: float) -> GroupSnapshot:

@@ -117,9 +117,11 @@ class Sidecar:
             raise
         except Exception as error:  # noqa: BLE001 - the host goes on without the API
             self.note_error("http", error)
+            notice = f"there is no HTTP API: {error}"
+            self._call(lambda: self._canary.notices.append(notice))
             return
         self.on_detach(service.stop)
-        self._call(lambda: setattr(self._canary, "url", service.url))
+        self._call(lambda: self._canary.reached_at(service.url, service.notice))
 
     def on_detach(self, undo: Callable[[], None]) -> None:
         """Has `undo` called by `detach`; the last one registered is called first."""

@@ -299,6 +299,7 @@ def test_a_busy_port_is_said_and_the_next_free_one_is_taken(desk, caplog) -> Non
     assert url is not None
     assert port < int(url.rsplit(":", 1)[1]) < port + 20
     assert any(f"port {port} is in use" in record.getMessage() for record in caplog.records)
+    assert f"port {port} is in use" in one.sidecar.snapshot().warnings[0]
 
 
 def test_without_a_port_the_guard_goes_on(desk) -> None:
@@ -306,6 +307,7 @@ def test_without_a_port_the_guard_goes_on(desk) -> None:
     one.sidecar.serve()
     wait_until(lambda: one.sidecar.snapshot().errors.get("http") == 1)
     assert one.sidecar.snapshot().url is None
+    wait_until(lambda: "there is no HTTP API" in " ".join(one.sidecar.snapshot().warnings))
     one.flip(1)
     wait_until(lambda: one.sidecar.snapshot().incidents_total == 1)
 

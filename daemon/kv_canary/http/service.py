@@ -8,6 +8,7 @@ from kv_canary.commands import Control
 from kv_canary.http.api import build_app
 from kv_canary.http.security import check_token_file
 from kv_canary.http.server import HttpServer, bind_socket
+from kv_canary.http.targets import LocalTargets
 from kv_canary.settings import Settings
 
 logger = logging.getLogger("kv_canary")
@@ -31,11 +32,15 @@ class Service:
         host = _WILDCARDS.get(settings.host, host)
         self.target = f"{host}:{self.port}"
         self.url = f"http://{self.target}"
+        self.notice: str | None = None
         if skipped:
-            logger.error("port %d is in use; the canary answers on %s instead (see /v1/targets)", wanted, self.url)
-        self._server = HttpServer(build_app(control, settings=settings, targets=lambda: [self.target]), sock)
+            self.notice = f"port {wanted} is in use; the canary answers on {self.url} instead (see /v1/targets)"
+            logger.error(self.notice)
+        self._targets = LocalTargets(self.target, rank)
+        self._server = HttpServer(build_app(control, settings=settings, targets=self._targets.listed), sock)
         self._server.start()
         logger.info("canary API on %s", self.url)
 
     def stop(self) -> None:
+        self._targets.remove()
         self._server.stop()
