@@ -19,7 +19,8 @@ from kv_canary.settings import Budget
 from kv_canary.snapshot import SweepRequest
 from kv_canary.verifier import Finding
 
-LAUNCH_SECONDS = 0.001
+LAUNCH_SECONDS = 0.001  # of reading: work in front never waits longer
+CPU_LAUNCH_SECONDS = 0.002  # nobody queues behind a CPU launch, and longer ones jump less between tensors
 SCAN_PAGES = 16_384  # page numbers looked through in one launch
 EMPTY_PASS_SECONDS = 0.5  # pause after a pass that found nothing to read
 REQUESTED_SHARE = 0.01  # of the read bandwidth, for requested sweeps while the budget is off
@@ -37,6 +38,10 @@ class _Pass:
     read_pages: int = 0
     mismatches: int = 0
     request: str | None = None
+
+
+def launch_seconds(guard: GroupGuard) -> float:
+    return CPU_LAUNCH_SECONDS if guard.group.device.type == "cpu" else LAUNCH_SECONDS
 
 
 class Scrubber:
@@ -76,7 +81,7 @@ class Scrubber:
 
     @property
     def launch_bytes(self) -> int:
-        return max(1, int(self.read_bandwidth * LAUNCH_SECONDS))
+        return max(1, int(self.read_bandwidth * max(map(launch_seconds, self._guards), default=LAUNCH_SECONDS)))
 
     def delay(self) -> float:
         """Seconds until `advance` has something to do."""

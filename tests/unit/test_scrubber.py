@@ -11,7 +11,7 @@ from kv_canary.settings import Budget
 PAGE = 8192
 
 
-def make_scrubber(*harnesses: Harness, budget: Budget | None = None, bandwidth: float = 4 * PAGE * 1000) -> Scrubber:
+def make_scrubber(*harnesses: Harness, budget: Budget | None = None, bandwidth: float = 2 * PAGE * 1000) -> Scrubber:
     """A launch reads four pages; the default budget reads 100 pages a second."""
     clock = harnesses[0].clock
     return Scrubber(
@@ -80,7 +80,7 @@ def test_a_requested_sweep_runs_although_the_budget_is_off() -> None:
     harness.sealed(*range(32))
     scrubber = make_scrubber(harness, budget=Budget())
     scrubber.request("s", [harness.guard])
-    run(scrubber, harness.clock, 32 / (4000 * REQUESTED_SHARE) + 1)
+    run(scrubber, harness.clock, 32 / (2000 * REQUESTED_SHARE) + 1)
     request = scrubber.requests["s"]
     assert (request.state, request.verified_pages, request.scanned_pages, request.progress) == ("finished", 32, 32, 1.0)
 

@@ -2,9 +2,9 @@
 `compiled_kernels`.
 
 They read each page once. A kernel works in blocks of 64 words: the block is one vectorised loop, and the line that will
-be needed `PREFETCH_BYTES` later is asked for before it, because a loop with a multiplication in it leaves the processor
-too few loads in flight to keep the memory busy. Compilation takes seconds and holds the GIL, so it happens at attach,
-and is cached on disk where that is possible.
+be needed `PREFETCH_BLOCKS` blocks later, in the next run if this one ends before, is asked for ahead of it, because a loop with
+a multiplication in it leaves the processor too few loads in flight to keep the memory busy. Compilation takes seconds
+and holds the GIL, so it happens at attach, and is cached on disk where that is possible.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("kv_canary")
 
 BLOCK_WORDS = 64
 LINE_BYTES = 64
-PREFETCH_BYTES = 8192
+PREFETCH_BLOCKS = 8
 
 Kernel = Callable[..., Any]
 types: Any = numba_types
@@ -34,6 +34,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _EIGHT = np.uint64(8)
 _BLOCK_BYTES = np.uint64(8 * BLOCK_WORDS)
+_PREFETCH = np.uint64(8 * BLOCK_WORDS * PREFETCH_BLOCKS)
 
 # Columns of a segment, see `cpu.Plan`
 ADDRESS, STRIDE, WORDS, TAIL, KEY, GATHER = range(6)
@@ -84,25 +85,28 @@ def _splitmix(value: Any) -> Any:
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _run_sum(base: Any, count: Any, keys: Any, start: Any) -> Any:
-    """Sum over `count` contiguous words; their keys begin at `start`."""
+def _run_sum(base: Any, count: Any, keys: Any, start: Any, ahead: Any) -> Any:
+    """Sum over `count` contiguous words; their keys begin at `start`. `ahead` is where the next run begins."""
     total = np.uint64(0)
     blocks = count // BLOCK_WORDS
+    within = max(0, blocks - PREFETCH_BLOCKS)
     for block in range(blocks):
         here = base + np.uint64(block) * _BLOCK_BYTES
+        soon = here + _PREFETCH if block < within else ahead + np.uint64(block - within) * _BLOCK_BYTES
         for line in range(8 * BLOCK_WORDS // LINE_BYTES):
-            _prefetch(here + np.uint64(PREFETCH_BYTES + LINE_BYTES * line))
+            _prefetch(soon + np.uint64(LINE_BYTES * line))
         words = numba.carray(_words_at(here), (BLOCK_WORDS,), dtype=np.uint64)
         first = start + block * BLOCK_WORDS
+        these = keys[first : first + BLOCK_WORDS]  # indices into a slice are known not to be negative: no test a word
         part = np.uint64(0)
         for i in range(BLOCK_WORDS):
-            part += _term(words[i], keys[first + i])
+            part += _term(words[i], these[i])
         total += part
     rest = count - blocks * BLOCK_WORDS
     words = numba.carray(_words_at(base + np.uint64(blocks) * _BLOCK_BYTES), (rest,), dtype=np.uint64)
-    first = start + blocks * BLOCK_WORDS
+    these = keys[start + blocks * BLOCK_WORDS :]
     for i in range(rest):
-        total += _term(words[i], keys[first + i])
+        total += _term(words[i], these[i])
     return total
 
 
@@ -130,29 +134,51 @@ def _gathered_sum(base: Any, size: Any, offsets: Any, position: Any, keys: Any, 
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _fingerprint(page: Any, stripe: Any, segments: Any, offsets: Any, starts: Any, lengths: Any, keys: Any) -> Any:
+def _fingerprint(
+    page: Any,
+    stripe: Any,
+    next_page: Any,
+    next_stripe: Any,
+    segments: Any,
+    offsets: Any,
+    starts: Any,
+    lengths: Any,
+    keys: Any,
+) -> Any:
+    """Fingerprint of one page of one stripe; the next ones are named so that their first lines are under way."""
     total = np.uint64(0)
-    for s in range(starts[stripe], starts[stripe + 1]):
+    last = starts[stripe + 1] - 1
+    for s in range(starts[stripe], last + 1):
         base = np.uint64(segments[s, ADDRESS] + page * segments[s, STRIDE])
         count, tail, start = segments[s, WORDS], segments[s, TAIL], segments[s, KEY]
         if segments[s, GATHER] >= 0:
             total += _gathered_sum(base, 8 * count + tail, offsets, segments[s, GATHER], keys, start)
         else:
-            total += _run_sum(base, count, keys, start)
+            n, p = (s + 1, page) if s < last else (starts[next_stripe], next_page)
+            total += _run_sum(base, count, keys, start, np.uint64(segments[n, ADDRESS] + p * segments[n, STRIDE]))
             if tail:
                 total += _tail_term(base + np.uint64(8 * count), tail, keys[start + count])
     return _splitmix(total ^ lengths[stripe])
 
 
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _place(step: Any, rows: Any, stripes: Any, page_major: Any) -> Any:
+    """Row and stripe of the step-th fingerprint, in the order in which addresses rise."""
+    if page_major:
+        return step // stripes, step % stripes
+    return step % rows, step // rows
+
+
 def _read(
     pages: Any, segments: Any, offsets: Any, starts: Any, lengths: Any, keys: Any, page_major: Any, out: Any
 ) -> None:
-    stripes = len(starts) - 1
-    outer, inner = (len(pages), stripes) if page_major else (stripes, len(pages))
-    for a in range(outer):
-        for b in range(inner):
-            row, stripe = (a, b) if page_major else (b, a)
-            out[row, stripe] = _fingerprint(pages[row], stripe, segments, offsets, starts, lengths, keys)
+    rows, stripes = len(pages), len(starts) - 1
+    for step in range(rows * stripes):
+        row, stripe = _place(step, rows, stripes, page_major)
+        next_row, next_stripe = _place(min(step + 1, rows * stripes - 1), rows, stripes, page_major)
+        out[row, stripe] = _fingerprint(
+            pages[row], stripe, pages[next_row], next_stripe, segments, offsets, starts, lengths, keys
+        )
 
 
 def _verify(
@@ -168,18 +194,17 @@ def _verify(
     where: Any,
     found: Any,
 ) -> Any:
-    stripes = len(starts) - 1
-    outer, inner = (len(pages), stripes) if page_major else (stripes, len(pages))
-    count = 0
-    for a in range(outer):
-        for b in range(inner):
-            row, stripe = (a, b) if page_major else (b, a)
-            value = _fingerprint(pages[row], stripe, segments, offsets, starts, lengths, keys)
-            if value != expected[pages[row], stripe]:
-                if count < len(rows):
-                    rows[count], where[count], found[count] = row, stripe, value
-                count += 1
-    return count
+    count, stripes = len(pages), len(starts) - 1
+    differences = 0
+    for step in range(count * stripes):
+        row, stripe = _place(step, count, stripes, page_major)
+        next_row, next_stripe = _place(min(step + 1, count * stripes - 1), count, stripes, page_major)
+        value = _fingerprint(pages[row], stripe, pages[next_row], next_stripe, segments, offsets, starts, lengths, keys)
+        if value != expected[pages[row], stripe]:
+            if differences < len(rows):
+                rows[differences], where[differences], found[differences] = row, stripe, value
+            differences += 1
+    return differences
 
 
 def _exchange(generation: Any, page: Any, expected_generation: Any, address: Any, old: Any, mask: Any) -> Any:
