@@ -26,18 +26,12 @@ from kv_canary_transformers.attach import attach
 from kv_canary_transformers.demo.engine import PAGE_TOKENS, VOCABULARY, build_manager, build_model
 from kv_canary_transformers.versions import check_version
 
-REQUESTS = 32
-PROMPT_TOKENS = (48, 112)
-NEW_TOKENS = 96
-PAGES = 32 * (REQUESTS // 2)
+REQUESTS = 24
+PROMPT_TOKENS = (16, 80)
+NEW_TOKENS = 128
+PAGES = 18 * REQUESTS
 WARM_REQUESTS = 4
-MODEL: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}
+WARM_TOKENS = 16
 _LIMIT_SECONDS = 300.0
 
 
@@ -58,7 +52,7 @@ def measure(request: EngineRequest) -> dict[str, Any]:
     cores = os.cpu_count() or 1
     if request.device == "cpu":
         torch.set_num_threads(max(1, cores - 1))  # one core is left for the canary, as a server would leave it
-    model = build_model(device=request.device, **MODEL)
+    model = build_model(device=request.device)
     prompts = make_prompts()
     variants: list[Budget | None] = [None, *request.budgets]
     for variant in variants[:2]:
@@ -106,11 +100,11 @@ def _run(model: Any, prompts: Sequence[list[int]], budget: Budget | None) -> Run
     manager._generation_loop_body = _timed(manager, steps)
     try:
         manager.start()
-        _generate(manager, prompts[:WARM_REQUESTS], "warm")
+        _generate(manager, prompts[:WARM_REQUESTS], "warm", WARM_TOKENS)
         before = None if sidecar is None else sidecar.settle()
         steps.clear()
         started = time.perf_counter()
-        tokens = _generate(manager, prompts, "bench")
+        tokens = _generate(manager, prompts, "bench", NEW_TOKENS)
         seconds = time.perf_counter() - started
         taken = tuple(steps)
         after = None if sidecar is None else sidecar.settle()
@@ -143,10 +137,10 @@ def _timed(manager: Any, steps: list[float]) -> Callable[..., bool]:
     return timed
 
 
-def _generate(manager: Any, prompts: Sequence[list[int]], label: str) -> int:
+def _generate(manager: Any, prompts: Sequence[list[int]], label: str, new_tokens: int) -> int:
     """Asks for all at once, waits for the answers, and returns the number of generated tokens."""
     for index, prompt in enumerate(prompts):
-        manager.add_request(prompt, request_id=f"{label}-{index}", max_new_tokens=NEW_TOKENS)
+        manager.add_request(prompt, request_id=f"{label}-{index}", max_new_tokens=new_tokens)
     tokens, missing, until = 0, len(prompts), time.monotonic() + _LIMIT_SECONDS
     while missing:
         result = manager.get_result(timeout=1.0)

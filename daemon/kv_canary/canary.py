@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -114,13 +114,13 @@ class Canary:
             self._watch(gate)
         backlog = False
         for worker in self._workers:
-            with self._component("ledger", worker.space.guards):
+            with self._component("ledger", lambda worker=worker: worker.space.guards):
                 backlog |= worker.run()
         if self._enabled:
-            with self._component("drill", ()):
+            with self._component("drill"):
                 self._drill_if_due()
                 self._drills.run(self._reporter.drill)
-            with self._component("scrubber", ()):
+            with self._component("scrubber", self._scrubber.swept_now):
                 self._scrubber.advance(self._finding)
         now = self._clock.monotonic()
         if now >= self._next_publish:
@@ -149,11 +149,12 @@ class Canary:
         failure = gate.failure
         if failure is not None:
             component, text = failure
-            for guard in self._guards:
-                if guard.gate is gate and guard.enabled:
-                    guard.switch(False, f"hook {component} failed: {text}")
-                    self._errors.count("hook", f"{component}: {text}")
-                    self.publish_soon()
+            guards = [guard for guard in self._guards if guard.gate is gate and guard.enabled]
+            for guard in guards:
+                guard.switch(False, f"hook {component} failed: {text}")
+            if guards:
+                self._errors.count("hook", f"{component}: {text}")
+                self.publish_soon()
         for space in self._spaces:
             if space.gate is gate and gate.recording and space.ledger.overrun:
                 self.failed(
@@ -312,14 +313,15 @@ class Canary:
             self._piece_started = time.perf_counter()
 
     @contextmanager
-    def _component(self, name: str, guards: Sequence[GroupGuard]) -> Iterator[None]:
-        """A failure in here is counted and switches off the groups it concerns; the thread goes on."""
+    def _component(self, name: str, concerned: Callable[[], Sequence[GroupGuard]] = tuple) -> Iterator[None]:
+        """A failure in here is counted and switches off the groups that it concerns; the thread goes on."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - fails open
             self.failed(name, error)
-            for guard in guards:
+            for guard in concerned():
                 guard.switch(False, f"{name} failed: {type(error).__name__}: {error}")
+            self.publish_soon()
 
     def failed(self, component: str, error: BaseException) -> None:
         if self._errors.count(component, f"{type(error).__name__}: {error}"):

@@ -81,7 +81,7 @@ class Scrubber:
 
     @property
     def launch_bytes(self) -> int:
-        return max(1, int(self.read_bandwidth * max(map(launch_seconds, self._guards), default=LAUNCH_SECONDS)))
+        return max(1, int(self.read_bandwidth * min(map(launch_seconds, self._guards), default=LAUNCH_SECONDS)))
 
     def delay(self) -> float:
         """Seconds until `advance` has something to do."""
@@ -121,6 +121,11 @@ class Scrubber:
         for one in list(self._requested):
             self._finish(one, "interrupted")
         self._requested.clear()
+
+    def swept_now(self) -> list[GroupGuard]:
+        """The group that the next launch reads, if a pass is under way."""
+        one = self._requested[0] if self._requested else self._background
+        return [one.guard] if one is not None else []
 
     def drop_background(self) -> None:
         """Forgets the running background pass (its group may be gone)."""

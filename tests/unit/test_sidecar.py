@@ -204,6 +204,19 @@ def test_a_failing_ledger_switches_its_group_off_and_the_thread_goes_on(desk, mo
     assert one.sidecar.snapshot().errors["ledger"] >= 1
 
 
+def test_a_group_that_cannot_be_read_is_switched_off_alone(desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = desk()
+
+    def broken(*_: Any) -> Any:
+        raise OSError("made to fail")
+
+    monkeypatch.setattr(one.sidecar._canary._guards[0].verifier.table, "verify", broken)
+    wait_until(lambda: not one.group.enabled)
+    assert one.group.disabled_reason == "scrubber failed: OSError: made to fail"
+    assert one.sidecar.is_alive
+    assert one.sidecar.snapshot().state == "running"
+
+
 def test_the_same_failure_is_logged_once(desk, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     one = desk()
 

@@ -19,7 +19,7 @@ from kv_canary.bench.scale import measure_scale, pool_sizes
 from kv_canary.settings import Budget, Settings
 
 BANDWIDTH_REPEATS = 15
-ENGINE_REPEATS = 8
+ENGINE_REPEATS = 12
 SCALE_REPEATS = 3
 SCALE_PRESET = "llama-8b"
 DEFAULT_BYTES = {"cpu": 10**9, "cuda": 16 * 10**9}  # a launch on a GPU reads some GB

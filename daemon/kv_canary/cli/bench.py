@@ -72,7 +72,7 @@ def _grammar() -> argparse.ArgumentParser:
     parser.add_argument("--size", metavar="SIZE", help="bytes of the pool, such as 512MB (1GB; on a GPU 16GB)")
     parser.add_argument("--threads", type=_count(256), default=1, metavar="N", help="threads that read (1)")
     parser.add_argument(
-        "--repeat", type=_count(_MAXIMUM_REPEATS), metavar="N", help="rounds (bandwidth 15, scale 3, engine 8)"
+        "--repeat", type=_count(_MAXIMUM_REPEATS), metavar="N", help="rounds (bandwidth 15, scale 3, engine 12)"
     )
     parser.add_argument("--hooks", action="store_true", help="microseconds a step on the engine's thread")
     parser.add_argument("--scale", action="store_true", help="pools from 1 to 8 GB (on a GPU to 100 GB)")

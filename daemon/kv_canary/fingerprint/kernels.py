@@ -1,10 +1,10 @@
 """The numba kernels of the CPU backend. Importing this module imports numba; nothing is compiled before
 `compiled_kernels`.
 
-They read each page once. A kernel works in blocks of 64 words: the block is one vectorised loop, and the line that will
-be needed `PREFETCH_BLOCKS` blocks later, in the next run if this one ends before, is asked for ahead of it, because a loop with
-a multiplication in it leaves the processor too few loads in flight to keep the memory busy. Compilation takes seconds
-and holds the GIL, so it happens at attach, and is cached on disk where that is possible.
+They read each page once. A kernel works in blocks of 64 words: a block is one vectorised loop, and the lines that
+are needed `PREFETCH_BLOCKS` blocks later, in the next run if this one ends before, are asked for ahead of it,
+because a loop with a multiplication in it leaves the processor too few loads in flight to keep the memory busy.
+Compilation takes seconds and holds the GIL, so it happens at attach, and is cached on disk where that is possible.
 """
 
 from __future__ import annotations
