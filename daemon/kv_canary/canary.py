@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from kv_canary.clock import Clock
@@ -114,7 +115,7 @@ class Canary:
             self._watch(gate)
         backlog = False
         for worker in self._workers:
-            with self._component("ledger", lambda worker=worker: worker.space.guards):
+            with self._component("ledger", partial(list, worker.space.guards)):
                 backlog |= worker.run()
         if self._enabled:
             with self._component("drill"):
