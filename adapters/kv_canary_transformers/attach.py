@@ -8,6 +8,7 @@ from typing import Any
 from kv_canary.errors import UnsupportedEngineError
 from kv_canary.fingerprint.kernels import compiled_kernels
 from kv_canary.hooks import expect_method
+from kv_canary.identity_kernel import compiled_extend_each
 from kv_canary.settings import Settings
 from kv_canary.sidecar import Sidecar
 from kv_canary_transformers import geometry
@@ -41,6 +42,7 @@ def attach(target: Any, settings: Settings | None = None, *, serve: bool = True,
             f"cannot attach to a {type(target).__qualname__}; give a ContinuousBatchingManager, or a model that has "
             f"init_continuous_batching (transformers {SUPPORTED})"
         )
+    compiled_extend_each()
     compiled_kernels()  # takes seconds the first time: here, not in the middle of serving
     sidecar = Sidecar(settings, engine="transformers", engine_version=version, seed=seed)
     sidecar.start()

@@ -28,11 +28,38 @@ from kv_canary_transformers.versions import check_version
 
 REQUESTS = 24
 PROMPT_TOKENS = (16, 80)
-NEW_TOKENS = 128
-PAGES = 18 * REQUESTS
+PAGES = 18 * REQUESTS  # all requests at once, whole
 WARM_REQUESTS = 4
 WARM_TOKENS = 16
 _LIMIT_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A model, and how many tokens each request gets: enough steps for a p99, not too many seconds."""
+
+    name: str
+    new_tokens: int
+    config: dict[str, Any]
+
+
+# `tiny` is the hardest case: its steps are Python from end to end, so whatever the canary does with the GIL is felt.
+# The steps of `small` are mostly kernels, as those of a server are.
+SIZES = (
+    Size(name="tiny", new_tokens=128, config={}),
+    Size(
+        name="small",
+        new_tokens=48,
+        config={
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+        },
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,34 +74,40 @@ class Run:
 
 
 def measure(request: EngineRequest) -> dict[str, Any]:
-    """Runs off, on, off, on ... and returns the document of the engine part."""
+    """Runs off, on, off, on ... for each size of model, and returns the document of the engine part."""
     version = check_version()
-    cores = os.cpu_count() or 1
     if request.device == "cpu":
-        torch.set_num_threads(max(1, cores - 1))  # one core is left for the canary, as a server would leave it
-    model = build_model(device=request.device)
-    prompts = make_prompts()
-    variants: list[Budget | None] = [None, *request.budgets]
-    for variant in variants[:2]:
-        _run(model, prompts, variant)  # compiles, fills caches; not counted
-    runs: dict[int, list[Run]] = {index: [] for index in range(len(variants))}
-    for _ in range(request.repeats):
-        for index, variant in enumerate(variants):
-            runs[index].append(_run(model, prompts, variant))
-            request.each_run()
-    off = runs[0]
+        # one core is left for the canary, as a server would leave it
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
     return {
         "engine": "transformers",
         "engine_version": version,
         "device": request.device,
         "engine_threads": torch.get_num_threads(),
-        "model": f"random Llama, {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters",
         "requests": REQUESTS,
-        "new_tokens": NEW_TOKENS,
         "repeats": request.repeats,
-        "off": _side(off),
+        "models": [_measure_size(size, request) for size in SIZES],
+    }
+
+
+def _measure_size(size: Size, request: EngineRequest) -> dict[str, Any]:
+    model = build_model(device=request.device, **size.config)
+    prompts = make_prompts()
+    variants: list[Budget | None] = [None, *request.budgets]
+    for variant in variants[:2]:
+        _run(model, prompts, size.new_tokens, variant)  # compiles, fills caches; not counted
+    runs: dict[int, list[Run]] = {index: [] for index in range(len(variants))}
+    for _ in range(request.repeats):
+        for index, variant in enumerate(variants):
+            runs[index].append(_run(model, prompts, size.new_tokens, variant))
+            request.each_part(1 / len(SIZES))
+    return {
+        "model": size.name,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "new_tokens": size.new_tokens,
+        "off": _side(runs[0]),
         "on": [
-            {"budget": str(budget), **_side(runs[index]), **_against(runs[index], off)}
+            {"budget": str(budget), **_side(runs[index]), **_against(runs[index], runs[0])}
             for index, budget in enumerate(request.budgets, start=1)
         ],
     }
@@ -91,7 +124,7 @@ def make_prompts(seed: int = 0) -> list[list[int]]:
     return prompts
 
 
-def _run(model: Any, prompts: Sequence[list[int]], budget: Budget | None) -> Run:
+def _run(model: Any, prompts: Sequence[list[int]], new_tokens: int, budget: Budget | None) -> Run:
     manager = build_manager(model, pages=PAGES)
     sidecar = (
         attach(manager, Settings(enabled=True, budget=budget), serve=False, seed=0) if budget is not None else None
@@ -104,7 +137,7 @@ def _run(model: Any, prompts: Sequence[list[int]], budget: Budget | None) -> Run
         before = None if sidecar is None else sidecar.settle()
         steps.clear()
         started = time.perf_counter()
-        tokens = _generate(manager, prompts, "bench", NEW_TOKENS)
+        tokens = _generate(manager, prompts, "bench", new_tokens)
         seconds = time.perf_counter() - started
         taken = tuple(steps)
         after = None if sidecar is None else sidecar.settle()

@@ -255,18 +255,13 @@ class ProcessorGuard:
 
     def _step_done(self, token: None, result: Any) -> None:
         """The step's results are on the host, so its KV is in place: seal the blocks that it completed."""
-        sealed: dict[int, tuple[list[int], list[int]]] = {recorder.index: ([], []) for recorder in self.recorders}
+        done = []
         for future in result[0]:
             entry = next((batch.pop(id(future)) for batch in self._batches if id(future) in batch), None)
-            if entry is None:
-                continue
-            state, end = future.state, entry[1]
-            for recorder, progress in entry[2]:
-                pages, identities = recorder.completed(state, progress, end)
-                sealed[recorder.index][0].extend(pages)
-                sealed[recorder.index][1].extend(identities)
-        for recorder in self.recorders:
-            pages, identities = sealed[recorder.index]
+            if entry is not None:
+                done.append((future.state, entry[1], entry[2]))
+        for place, recorder in enumerate(self.recorders):
+            pages, identities = recorder.completed((state, entries[place][1], end) for state, end, entries in done)
             if pages:
                 recorder.ledger.seal(pages, identities)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kv_canary.identity import UNKNOWN_IDENTITY, Prefix
+from kv_canary.identity_kernel import compiled_extend_each
 from kv_canary.ledger import Fence, HostLedger
 
 
@@ -41,6 +42,7 @@ class Recorder:
         self.requests: dict[str, Progress] = {}
         self.owner = ""  # of the blocks that the pool hands out next
         self._fence = fence
+        self._extend_each = compiled_extend_each()
         self._held_frees: list[int] | None = None
 
     # Blocks leave the pool and come back
@@ -133,21 +135,37 @@ class Recorder:
     def progress_of(self, request_id: str) -> Progress:
         return self.requests.setdefault(request_id, Progress())
 
-    def completed(self, state: Any, progress: Progress, computed: int) -> tuple[list[int], list[int]]:
-        """Blocks of a request that are complete now that `computed` tokens are in place, and their identities.
+    def completed(self, steps: Iterable[tuple[Any, Progress, int]]) -> tuple[list[int], list[int]]:
+        """Blocks that are complete now, and their identities, of (request state, progress, tokens in place now).
 
-        None when the request gave its blocks up while the step was in flight.
+        A request that gave its blocks up while the step was in flight has none. Decoding requests complete one block at
+        a time: those are hashed in one pass.
         """
-        request_id = state.request_id
-        if self.window is not None or self.requests.get(request_id) is not progress:
-            return [], []
-        table = self.allocator.block_table.get(request_id, ())
-        first, last = progress.sealed, min(computed // self.page_tokens, len(table))
-        if last <= first:
-            return [], []
-        self._advance(progress, tokens_between(state, progress.prefix.length, last * self.page_tokens))
-        progress.sealed = last
-        return list(table[first:last]), [progress.identity(block) for block in range(first, last)]
+        pages: list[int] = []
+        identities: list[int] = []
+        single: list[tuple[Progress, list[int], int]] = []
+        for state, progress, computed in steps:
+            first, last = progress.sealed, computed // self.page_tokens
+            if last <= first or self.window is not None or self.requests.get(state.request_id) is not progress:
+                continue
+            table = self.allocator.block_table.get(state.request_id, ())
+            last = min(last, len(table))
+            tokens = tokens_between(state, progress.prefix.length, last * self.page_tokens)
+            progress.sealed = last
+            if len(tokens) == self.page_tokens and last == first + 1:
+                single.append((progress, tokens, table[first]))
+                continue
+            self._advance(progress, tokens)
+            pages.extend(table[first:last])
+            identities.extend(progress.identity(block) for block in range(first, last))
+        if single:
+            extended, hashes = self._extend_each([one[0].prefix for one in single], [one[1] for one in single])
+            for (progress, _, page), prefix, identity in zip(single, extended, hashes, strict=True):
+                progress.prefix = prefix
+                progress.identities.append(identity)
+                pages.append(page)
+                identities.append(identity)
+        return pages, identities
 
     def _advance(self, progress: Progress, tokens: Sequence[int]) -> None:
         whole = len(tokens) - len(tokens) % self.page_tokens

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -21,19 +22,24 @@ import numpy.typing as npt
 UNKNOWN_IDENTITY = 0
 
 _MASK = (1 << 64) - 1
-_MULTIPLIER = 0xD1342543DE82EF95
-_INVERSE = pow(_MULTIPLIER, -1, 1 << 64)
-_POSITION = 0x9E3779B97F4A7C15
+MULTIPLIER = 0xD1342543DE82EF95
+_INVERSE = pow(MULTIPLIER, -1, 1 << 64)
+POSITION = 0x9E3779B97F4A7C15
 
 _U64 = np.uint64
+_GOLDEN, _FIRST, _SECOND = _U64(0x9E3779B97F4A7C15), _U64(0xBF58476D1CE4E5B9), _U64(0x94D049BB133111EB)
+_30, _27, _31 = _U64(30), _U64(27), _U64(31)
 
 
 def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finaliser of Steele, Lea and Flood (OOPSLA 2014), elementwise on uint64."""
-    z = values + _U64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> _U64(27))) * _U64(0x94D049BB133111EB)
-    return z ^ (z >> _U64(31))
+    z = values + _GOLDEN
+    z ^= z >> _30
+    z *= _FIRST
+    z ^= z >> _27
+    z *= _SECOND
+    z ^= z >> _31
+    return z
 
 
 def splitmix64_scalar(value: int) -> int:
@@ -71,7 +77,7 @@ class Prefix:
     @property
     def identity(self) -> int:
         """The identity of the whole prefix, an int64 like those of `extended`."""
-        unsigned = splitmix64_scalar(self.value ^ ((self.length * _POSITION) & _MASK)) or 1
+        unsigned = splitmix64_scalar(self.value ^ ((self.length * POSITION) & _MASK)) or 1
         return unsigned - (1 << 64) if unsigned >> 63 else unsigned
 
     def extended(self, tokens: Sequence[int], page_tokens: int) -> tuple[Prefix, npt.NDArray[np.int64]]:
@@ -91,10 +97,37 @@ class Prefix:
             sums = np.cumsum(mixed * inverses[1 : count + 1], dtype=np.uint64) + _U64(self.value)
             ends = np.arange(page_tokens, count + 1, page_tokens)
             states = powers[ends] * sums[ends - 1]
-            lengths = (ends.astype(np.uint64) + _U64(self.length)) * _U64(_POSITION)
+            lengths = (ends.astype(np.uint64) + _U64(self.length)) * _U64(POSITION)
             identities = splitmix64(states ^ lengths)
         identities[identities == 0] = 1
         return Prefix(int(states[-1]), self.length + count), identities.view(np.int64)
+
+
+def extend_each(prefixes: Sequence[Prefix], tokens: Sequence[Sequence[int]]) -> tuple[list[Prefix], list[int]]:
+    """Appends to each prefix its own tokens, as many for all: one page each, as the sequences of a decode step do.
+
+    Returns the new states and their identities. `identity_kernel` has it compiled, for the engine's thread.
+    """
+    if not prefixes:
+        return [], []
+    count = len(tokens[0])
+    # arrays of unsigned integers wrap around without a warning; only scalars would need np.errstate
+    mixed = splitmix64(np.array(tokens, np.int64).view(np.uint64) + _U64(1))
+    mixed *= _falling_powers(count)
+    states = np.array([prefix.value for prefix in prefixes], np.uint64)
+    states *= _powers(count)[0][count]
+    states += np.add.reduce(mixed, axis=1)
+    identities = np.array([(prefix.length + count) * POSITION & _MASK for prefix in prefixes], np.uint64)
+    identities = splitmix64(np.bitwise_xor(identities, states, out=identities))
+    identities[identities == 0] = 1
+    values = zip(states.tolist(), prefixes, strict=True)
+    return [Prefix(value, prefix.length + count) for value, prefix in values], identities.view(np.int64).tolist()
+
+
+@lru_cache(maxsize=16)
+def _falling_powers(count: int) -> npt.NDArray[np.uint64]:
+    """M^(count-1) .. M^0."""
+    return np.ascontiguousarray(_powers(count)[0][:count][::-1])
 
 
 _power_table: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] = (np.ones(1, np.uint64), np.ones(1, np.uint64))
@@ -105,7 +138,7 @@ def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
     global _power_table
     if len(_power_table[0]) <= count:
         size = max(4096, 2 * count) + 1
-        base = np.full(size, _MULTIPLIER, np.uint64)
+        base = np.full(size, MULTIPLIER, np.uint64)
         inverse = np.full(size, _INVERSE, np.uint64)
         base[0] = inverse[0] = 1
         with np.errstate(over="ignore"):

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from kv_canary import identity as module
 from kv_canary.identity import Prefix, salt_from, splitmix64_scalar
+from kv_canary.identity_kernel import compiled_extend_each
 
+COMPILED = compiled_extend_each()  # here: compiling takes longer than an example may
 MASK = 2**64 - 1
 TOKENS = st.lists(st.integers(0, 200_000), max_size=64)
 SALTS = st.integers(0, MASK)
@@ -156,3 +158,25 @@ def test_identities_have_not_drifted() -> None:
     """The values travel between processes, so they are part of the interface."""
     assert fast([1, 2, 3, 4], 0, 2) == [-7363226264416797447, 3954090097539673747]
     assert fast([1, 2, 3, 4], salt_from("adapter"), 4) == [-8035789870070061431]
+
+
+@given(
+    st.integers(1, 40).flatmap(
+        lambda size: st.lists(
+            st.tuples(
+                st.lists(st.integers(0, 2**31), max_size=50),
+                st.lists(st.integers(0, 2**31), min_size=size, max_size=size),
+            ),
+            min_size=1,
+            max_size=5,
+        )
+    )
+)
+def test_extending_many_prefixes_at_once_is_extending_each(sequences: list[tuple[list[int], list[int]]]) -> None:
+    """In numpy and compiled."""
+    prefixes = [Prefix.empty(index).extended(before, 1)[0] for index, (before, _) in enumerate(sequences)]
+    expected = [prefix.extended(tokens, len(tokens)) for prefix, (_, tokens) in zip(prefixes, sequences, strict=True)]
+    wanted = ([state for state, _ in expected], [found.tolist()[0] for _, found in expected])
+    for extend_each in (module.extend_each, COMPILED):
+        assert extend_each(prefixes, [tokens for _, tokens in sequences]) == wanted
+    assert module.extend_each([], []) == ([], [])

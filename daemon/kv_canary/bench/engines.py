@@ -18,12 +18,15 @@ ENTRY_POINT_GROUP = "kv_canary.bench"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """What to measure: the engine off, and on with each of `budgets`, taking turns `repeats` times."""
+    """What to measure: the engine off, and on with each of `budgets`, taking turns `repeats` times.
+
+    `each_part` is told what share of `repeats * (1 + len(budgets))` runs is done since it was told last.
+    """
 
     device: str
     budgets: tuple[Budget, ...]
     repeats: int
-    each_run: Callable[[], None] = lambda: None
+    each_part: Callable[[float], None] = lambda share: None
 
 
 def find_engine(name: str) -> Callable[[EngineRequest], dict[str, Any]]:

@@ -92,18 +92,18 @@ def _sweep(axes: Any, rows: list[Document]) -> None:
 
 
 def _throughput(axes: Any, document: Document) -> None:
-    on = document["on"]
-    places = list(range(len(on)))
-    for place, side in zip(places, on, strict=True):
-        ratios = side["throughput_ratios"]
-        axes.plot([place] * len(ratios), ratios, color=_LIMIT, marker=".", linestyle="", alpha=0.6)
-        low, high = side["throughput_ratio_quartiles"]
-        axes.plot([place, place], [low, high], color=_OURS, linewidth=4, alpha=0.4)
-    medians = [side["throughput_ratio"] for side in on]
-    axes.plot(places, medians, color=_OURS, marker="o", label="median and quartiles of the rounds")
+    for model, colour, shift in zip(document["models"], (_OURS, _PEER, _LIMIT), (-0.06, 0.06, 0.0), strict=False):
+        places = [place + shift for place in range(len(model["on"]))]
+        for place, side in zip(places, model["on"], strict=True):
+            axes.plot([place, place], side["throughput_ratio_quartiles"], color=colour, linewidth=5, alpha=0.35)
+        medians = [side["throughput_ratio"] for side in model["on"]]
+        label = f"{model['model']} model, step of {model['off']['step_median_ms']:.0f} ms"
+        axes.plot(places, medians, color=colour, marker="o", label=label)
+    budgets = [side["budget"] for side in document["models"][0]["on"]]
     axes.axhline(1.0, color=_LIMIT, linestyle="--", linewidth=1)
-    axes.set_xticks(places, [side["budget"] for side in on])
-    axes.set_xlabel("read budget")
+    axes.set_xticks(range(len(budgets)), budgets)
+    axes.set_ylim(min(0.85, axes.get_ylim()[0]), None)
+    axes.set_xlabel("read budget (bars: quartiles of the rounds)")
     axes.set_ylabel("tokens/s, on over off")
     axes.set_title(f"{document['engine']} on {document['device']}, {document['engine_threads']} thread(s)", fontsize=10)
     axes.legend(fontsize=8, loc="lower left")

@@ -48,13 +48,13 @@ class Options:
 
 
 class Meter(Protocol):
-    """Is told how far a run is: how many units there are, what is being done, and that one unit is done."""
+    """Is told how far a run is: how many units there are, what is being done, and that units are done."""
 
     def expect(self, units: int) -> None: ...
 
     def begin(self, label: str) -> None: ...
 
-    def advance(self) -> None: ...
+    def advance(self, units: float = 1) -> None: ...
 
 
 def run(options: Options, meter: Meter) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def run(options: Options, meter: Meter) -> dict[str, Any]:
             device=device.type,
             budgets=budgets,
             repeats=options.repeats or ENGINE_REPEATS,
-            each_run=meter.advance,
+            each_part=meter.advance,
         )
         units = request.repeats * (1 + len(budgets))
         parts.append(("engine", units, lambda: _engine(options.engine or "", engine, request, meter)))

@@ -104,15 +104,22 @@ def _scale(rows: list[Document], style: Style) -> list[str]:
 
 
 def _engine(document: Document, style: Style) -> list[str]:
-    headers = ("canary", "tokens/s", "noise", "ratio", "quartiles", "step median", "step p99", "hooks a step", "read")
-    off = document["off"]
-    cells = [_engine_row("off", off, None), *(_engine_row(f"on, {on['budget']}", on, on) for on in document["on"])]
-    caption = (
-        f"{document['engine']} {document['engine_version']} on {document['device']}, {document['model']}, "
-        f"{document['requests']} requests of {document['new_tokens']} new tokens, {document['repeats']} runs each that "
-        f"take turns; ratio: tokens/s over the same round's run without the canary"
+    headers = ("model", "canary", "tokens/s", "noise", "ratio", "quartiles", "step", "p99", "hooks", "read")
+    cells = []
+    for model in document["models"]:
+        cells.append((model["model"], *_engine_row("off", model["off"], None)))
+        cells += [(model["model"], *_engine_row(f"on, {on['budget']}", on, on)) for on in model["on"]]
+    sizes = ", ".join(
+        f"{model['model']}: {model['parameters'] / 1e6:.0f} M parameters and {model['new_tokens']} new tokens a request"
+        for model in document["models"]
     )
-    return [*table(headers, cells, style, right=range(1, 9)), *paragraph(caption)]
+    caption = (
+        f"{document['engine']} {document['engine_version']} on {document['device']}, {document['engine_threads']} "
+        f"thread(s), {document['requests']} requests, {document['repeats']} runs each that take turns; {sizes}. ratio: "
+        "tokens/s over the same round's run without the canary; step and p99: of a step's time; hooks: the adapter's "
+        "time in a step; read: bytes that the canary read"
+    )
+    return [*table(headers, cells, style, right=range(2, 10)), *paragraph(caption)]
 
 
 def _engine_row(name: str, side: Document, against: Document | None) -> tuple[str, ...]:

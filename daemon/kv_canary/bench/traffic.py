@@ -16,6 +16,7 @@ import torch
 
 from kv_canary.gate import EngineGate
 from kv_canary.identity import Prefix
+from kv_canary.identity_kernel import compiled_extend_each
 from kv_canary.ledger import Ledger, TensorLedger
 
 PAGE_TOKENS = 16
@@ -39,6 +40,7 @@ class SyntheticEngine:
     def __init__(self, ledger: Ledger, gate: EngineGate, *, pages: int, sequences: int) -> None:
         self._ledger = ledger
         self._gate = gate
+        self._extend_each = compiled_extend_each()
         self._pages = pages
         self._names = count(1)
         self._device = ledger.device if isinstance(ledger, TensorLedger) else None
@@ -105,10 +107,9 @@ class SyntheticEngine:
         left = [(self._numbers(sequence.pages), self._owner(sequence)) for sequence in ended]
         started = perf_counter()
         if complete and self._gate.recording:
-            identities = []
-            for sequence in complete:
-                sequence.prefix, found = sequence.prefix.extended(sequence.tokens, PAGE_TOKENS)
-                identities.extend(found.tolist())
+            prefixes, identities = self._extend_each([s.prefix for s in complete], [s.tokens for s in complete])
+            for sequence, prefix in zip(complete, prefixes, strict=True):
+                sequence.prefix = prefix
             ledger.seal(sealed, identities)
         if self._gate.recording:
             for pages, owner in left:

@@ -136,7 +136,7 @@ class TerminalMeter:
         self._stream = stream
         self._terminal = stream.isatty()
         self._label = ""
-        self._units, self._done = 1, 0
+        self._units, self._done = 1, 0.0
         self._drawn = 0
         self._drawn_at = 0.0
 
@@ -147,8 +147,8 @@ class TerminalMeter:
         self._label = label
         self._draw()
 
-    def advance(self) -> None:
-        self._done += 1
+    def advance(self, units: float = 1) -> None:
+        self._done += units
         if time.monotonic() - self._drawn_at > _DRAW_SECONDS:
             self._draw()
 
