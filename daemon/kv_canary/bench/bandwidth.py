@@ -17,7 +17,7 @@ from kv_canary.fingerprint.backends import open_table
 from kv_canary.fingerprint.table import FingerprintTable
 from kv_canary.geometry import CanaryGroup
 from kv_canary.ledger import HostLedger
-from kv_canary.scrubber import LAUNCH_SECONDS
+from kv_canary.scrubber import CPU_LAUNCH_SECONDS, LAUNCH_SECONDS
 from kv_canary.verifier import Verifier
 
 GB = 1e9
@@ -73,7 +73,8 @@ def measure_bandwidth(
     table = open_table(group, threads=threads)
     whole = np.arange(group.pages, dtype=np.int64)
     table.store(whole, table.read(whole))
-    windows = launches(group, int(read_rate(table, group) * LAUNCH_SECONDS))
+    launch_seconds = CPU_LAUNCH_SECONDS if group.device.type == "cpu" else LAUNCH_SECONDS
+    windows = launches(group, int(read_rate(table, group) * launch_seconds))
     rates = interleaved(
         {
             "verify": verify_pass(table, group, windows),

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_canary.ledger.arrays import HostArrays
-from kv_canary.ledger.base import LedgerRow, OwnerNames, PageArray, WorkQueue
+from kv_canary.ledger.base import OwnerNames, PageArray, WorkQueue
+from kv_canary.ledger.reading import TableReader
 from kv_canary.ledger.states import Reason, Violation
 from kv_canary.ledger.transitions import PageTable
 from kv_canary.ledger.work import Fence, Work
@@ -45,7 +46,7 @@ MAXIMUM_PENDING_EVENTS = 200_000
 ) = range(12)
 
 
-class HostLedger:
+class HostLedger(TableReader):
     """`Ledger` for host page numbers."""
 
     def __init__(self, name: str, pages: int, *, maximum_pending_events: int = MAXIMUM_PENDING_EVENTS) -> None:
@@ -228,38 +229,10 @@ class HostLedger:
         states: npt.NDArray[np.uint8] = self._table.state[start:stop]
         return states
 
-    def row(self, page: int) -> LedgerRow:
-        table = self._table
-        return LedgerRow(
-            page=page,
-            state=int(table.state[page]),
-            generation=int(table.generation[page]),
-            owner=self._names.name(int(table.owner[page])),
-            previous_owner=self._names.name(int(table.previous_owner[page])),
-            owners=int(table.owners[page]),
-            identity=int(table.identity[page]),
-            changed_step=int(table.changed_step[page]),
-        )
-
-    def owner_name(self, handle: int) -> str | None:
-        return self._names.name(handle)
-
     @property
     def live_generations(self) -> PageArray:
         """The live column itself, for an exchange of a byte under the GIL. Read only."""
         return self._live
-
-    @property
-    def engine_step(self) -> int:
-        return self._table.step
-
-    @property
-    def claims(self) -> int:
-        return self._work.claims
-
-    @property
-    def claims_not_covered(self) -> int:
-        return int(self._table.claims_not_covered[0])
 
     @property
     def nbytes(self) -> int:

@@ -16,13 +16,14 @@ import numpy.typing as npt
 import torch
 
 from kv_canary.ledger.arrays import TensorArrays
-from kv_canary.ledger.base import LedgerRow, OwnerNames, PageArray, WorkQueue
+from kv_canary.ledger.base import OwnerNames, PageArray, WorkQueue
+from kv_canary.ledger.reading import TableReader
 from kv_canary.ledger.states import Reason, Violation
 from kv_canary.ledger.transitions import PageTable
 from kv_canary.ledger.work import Fence, Work
 
 
-class TensorLedger:
+class TensorLedger(TableReader):
     """`Ledger` for device tensors of page numbers, int64 on `device`."""
 
     def __init__(self, name: str, pages: int, device: torch.device) -> None:
@@ -169,38 +170,10 @@ class TensorLedger:
         states: npt.NDArray[np.uint8] = _host(self._table.state[start:stop])
         return states
 
-    def row(self, page: int) -> LedgerRow:
-        table = self._table
-        return LedgerRow(
-            page=page,
-            state=int(table.state[page]),
-            generation=int(table.generation[page]),
-            owner=self._names.name(int(table.owner[page])),
-            previous_owner=self._names.name(int(table.previous_owner[page])),
-            owners=int(table.owners[page]),
-            identity=int(table.identity[page]),
-            changed_step=int(table.changed_step[page]),
-        )
-
-    def owner_name(self, handle: int) -> str | None:
-        return self._names.name(handle)
-
     @property
     def live_generations(self) -> PageArray:
         """The generations as a host array; shares the ledger's memory when it lives on the CPU. Read only."""
         return _host(self._table.generation)  # type: ignore[no-any-return]
-
-    @property
-    def engine_step(self) -> int:
-        return self._table.step
-
-    @property
-    def claims(self) -> int:
-        return self._work.claims
-
-    @property
-    def claims_not_covered(self) -> int:
-        return int(self._table.claims_not_covered[0])
 
     @property
     def nbytes(self) -> int:
