@@ -54,8 +54,9 @@ def _bandwidth(rows: list[Document], style: Style) -> list[str]:
         for row in rows
     ]
     caption = (
-        "GB/s. verify and seal in launches of a millisecond or two, as the scrubber makes them; whole: the pool in one call; ceiling: the memory's "
-        "own limit in the same run; ratio: verify over ceiling; memory: fingerprints and ledger over the pool"
+        "GB/s. verify and seal in launches of a millisecond or two, as the scrubber makes them; whole: verify, the "
+        "pool in one call; ceiling: the memory's own limit in the same run; ratio: verify over ceiling; memory: "
+        "fingerprints and ledger over the pool; noise: distance of the quartiles of the rounds' ratios"
     )
     return [*table(headers, cells, style, right=range(2, 10)), *paragraph(caption)]
 
