@@ -1,4 +1,7 @@
-"""`kv-canary bench`: presets are what they say, wrong use exits 2, a run gives a whole document. No timing is judged."""
+"""`kv-canary bench`: presets are what they say, wrong use exits 2, a run gives a whole document.
+
+No timing is judged.
+"""
 
 from __future__ import annotations
 
