@@ -1,7 +1,4 @@
-"""`kv-canary bench`: presets are what they say, wrong use exits 2, a run gives a whole document.
-
-No timing is judged.
-"""
+"""`kv-canary bench`: presets are what they say, wrong use exits 2, a run gives a whole document, no timing judged."""
 
 from __future__ import annotations
 
