@@ -92,6 +92,7 @@ class Canary:
         )
         self._next_publish = 0.0
         self._sweep_count = 0
+        self._late: set[str] = set()
         self.snapshot = self._build()
 
     @property
@@ -127,10 +128,19 @@ class Canary:
         if now >= self._next_publish:
             self._publisher.survey()
             self.snapshot = self._build()
+            self._say_who_is_late()
             self._next_publish = now + PUBLISH_SECONDS
         if backlog or self._drills.pending:
             return NAP_SECONDS
         return max(NAP_SECONDS, min(TICK_SECONDS, self._scrubber.delay()))
+
+    def _say_who_is_late(self) -> None:
+        """One log line when a group begins to miss its sweep deadline, not one a tick."""
+        late = {group.name for group in self.snapshot.groups if not group.sweep.deadline_met}
+        for name in sorted(late - self._late):
+            hint = next((warning for warning in self.snapshot.warnings if "needs" in warning), "")
+            logger.warning("group %s misses its sweep deadline of %g s. %s", name, self.settings.sweep_deadline, hint)
+        self._late = late
 
     def settle(self) -> Snapshot:
         until = self._clock.monotonic() + 5.0

@@ -113,11 +113,15 @@ def test_a_patch_changes_the_settings_or_nothing_at_all(desk) -> None:
         one.do(PatchSettings(changes={"port": 1}))
 
 
-def test_a_budget_that_cannot_meet_the_deadline_is_said(desk) -> None:
+def test_a_budget_that_cannot_meet_the_deadline_is_said(desk, caplog) -> None:
+    """In the status, by the group, and in one log line."""
     one = desk(budget=Budget(bytes_per_second=1000.0), sweep_deadline=1.0)
     one.sidecar.settle()
     assert "needs" in one.sidecar.snapshot().warnings[0]
     assert not one.group.sweep.deadline_met
+    tick = one.sidecar.snapshot().tick_at
+    wait_until(lambda: one.sidecar.snapshot().tick_at > tick + 1)
+    assert sum("misses its sweep deadline" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_unknown_groups_are_refused_with_the_known_ones(desk) -> None:
