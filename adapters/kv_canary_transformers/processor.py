@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kv_canary.errors import CanaryMismatchError
+from kv_canary.fences import StreamFence
 from kv_canary.gate import EngineGate
 from kv_canary.hooks import Hooks, expect_method
 from kv_canary.ledger import Fence, HostLedger
@@ -22,19 +23,7 @@ from kv_canary_transformers.recorder import Progress, Recorder
 
 _BATCHES_IN_FLIGHT = 4  # two with asynchronous batching; warm-up batches are never updated and fall off the end
 
-_InFlight = tuple[Any, int, list[tuple[Recorder, Progress]]]
-
-
-class StreamFence:
-    """An event on the engine's compute stream."""
-
-    def __init__(self, stream: Any) -> None:
-        make_event: Any = torch.cuda.Event
-        self._event = make_event()
-        self._event.record(stream)
-
-    def ready(self) -> bool:
-        return bool(self._event.query())
+_InFlight = tuple[Any, int, list[Progress]]
 
 
 class ProcessorGuard:
@@ -236,34 +225,39 @@ class ProcessorGuard:
 
     def _step_prepared(self, requests_in_batch: list[Any], *args: Any, **kwargs: Any) -> None:
         batch: dict[int, _InFlight] = {}
+        written: list[tuple[Recorder, list[int], list[str]]] = [(recorder, [], []) for recorder in self.recorders]
         for future in requests_in_batch:
-            state = future.state
-            end = state.position_offset + future.query_length
-            entries = [(recorder, recorder.progress_of(state.request_id)) for recorder in self.recorders]
-            batch[id(future)] = (future, end, entries)
+            state, length = future.state, future.query_length
+            request_id, past = state.request_id, state.position_offset
+            entries = []
+            for recorder, pages, owners in written:
+                entries.append(recorder.progress_of(request_id))
+                for page in recorder.pages_of_step(request_id, past, length):
+                    pages.append(page)
+                    owners.append(request_id)
+            batch[id(future)] = (future, past + length, entries)
         self._batches.append(batch)
-        for recorder in self.recorders:
-            pages: list[int] = []
-            owners: list[str] = []
-            for future in requests_in_batch:
-                request_id = future.state.request_id
-                written = recorder.pages_of_step(request_id, future.state.position_offset, future.query_length)
-                pages += written
-                owners += [request_id] * len(written)
+        for recorder, pages, owners in written:
             if pages:
                 recorder.ledger.write(pages, owners)
 
     def _step_done(self, token: None, result: Any) -> None:
         """The step's results are on the host, so its KV is in place: seal the blocks that it completed."""
-        done = []
+        due: list[tuple[Recorder, list[tuple[Any, Progress, int]]]] = [(recorder, []) for recorder in self.recorders]
         for future in result[0]:
-            entry = next((batch.pop(id(future)) for batch in self._batches if id(future) in batch), None)
-            if entry is not None:
-                done.append((future.state, entry[1], entry[2]))
-        for place, recorder in enumerate(self.recorders):
-            pages, identities = recorder.completed((state, entries[place][1], end) for state, end, entries in done)
-            if pages:
-                recorder.ledger.seal(pages, identities)
+            key = id(future)
+            for batch in self._batches:
+                if key in batch:
+                    _, end, entries = batch.pop(key)
+                    for (recorder, completing), progress in zip(due, entries, strict=True):
+                        if recorder.completes(progress, end):
+                            completing.append((future.state, progress, end))
+                    break
+        for recorder, completing in due:
+            if completing:
+                pages, identities = recorder.completed(completing)
+                if pages:
+                    recorder.ledger.seal(pages, identities)
 
     def _fence(self) -> Fence | None:
         stream = self._io.compute_stream

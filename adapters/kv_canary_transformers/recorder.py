@@ -124,6 +124,9 @@ class Recorder:
         table = self.allocator.block_table.get(request_id, ())
         if not length or not table:
             return []
+        if self.window is None and length == 1:  # nearly always: a sequence that decodes
+            block = past // self.page_tokens
+            return table[block : block + 1]  # type: ignore[no-any-return]
         if self.window is None:
             return list(table[past // self.page_tokens : (past + length - 1) // self.page_tokens + 1])
         stored = min(length, self.window)
@@ -133,7 +136,14 @@ class Recorder:
         return [table[slot] for slot in sorted(slots) if slot < len(table)]
 
     def progress_of(self, request_id: str) -> Progress:
-        return self.requests.setdefault(request_id, Progress())
+        progress = self.requests.get(request_id)
+        if progress is None:
+            progress = self.requests[request_id] = Progress()
+        return progress
+
+    def completes(self, progress: Progress, computed: int) -> bool:
+        """Whether a request with so many tokens in place has a block that is complete and not sealed."""
+        return self.window is None and computed // self.page_tokens > progress.sealed
 
     def completed(self, steps: Iterable[tuple[Any, Progress, int]]) -> tuple[list[int], list[int]]:
         """Blocks that are complete now, and their identities, of (request state, progress, tokens in place now).

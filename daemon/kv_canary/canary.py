@@ -29,12 +29,13 @@ from kv_canary.reporter import Reporter
 from kv_canary.scrubber import Scrubber
 from kv_canary.settings import Settings
 from kv_canary.snapshot import SidecarState, Snapshot, UncoveredBuffer
+from kv_canary.suspension import Suspension
 from kv_canary.verifier import Verifier
 from kv_canary.worker import SpaceWorker
 
 logger = logging.getLogger("kv_canary")
 
-TICK_SECONDS = 0.02
+TICK_SECONDS = 0.05
 PUBLISH_SECONDS = 0.25
 SETTLE_SECONDS = 5.0
 PIECE_SECONDS = 100e-6  # Python work between two releases of the GIL
@@ -62,6 +63,7 @@ class Canary:
         self._reason: str | None = "no pool is attached yet"
         self._errors = Errors()
         self._piece_started = 0.0
+        self.suspension = Suspension(monotonic=clock.monotonic, synchronize=self._synchronize)
         self._incidents = IncidentLog(
             settings.incident_capacity,
             path=settings.incident_log,
@@ -87,6 +89,7 @@ class Canary:
             drills=self._drills,
             incidents=self._incidents,
             errors=self._errors,
+            suspension=self.suspension,
             time=clock.time,
             breathe=self._breathe,
         )
@@ -119,17 +122,21 @@ class Canary:
             with self._component("ledger", partial(list, worker.space.guards)):
                 backlog |= worker.run()
         if self._enabled:
-            with self._component("drill"):
-                self._drill_if_due()
-                self._drills.run(self._reporter.drill)
-            with self._component("scrubber", self._scrubber.swept_now):
-                self._scrubber.advance(self._finding)
+            with self._component("drill"), self.suspension.reading() as allowed:
+                if allowed:
+                    self._drill_if_due()
+                    self._drills.run(self._reporter.drill)
+            with self._component("scrubber", self._scrubber.swept_now), self.suspension.reading() as allowed:
+                if allowed:
+                    self._scrubber.advance(self._finding)
         now = self._clock.monotonic()
         if now >= self._next_publish:
             self._publisher.survey()
             self.snapshot = self._build()
             self._say_who_is_late()
             self._next_publish = now + PUBLISH_SECONDS
+        if self.suspension.reasons:
+            return TICK_SECONDS
         if backlog or self._drills.pending:
             return NAP_SECONDS
         return max(NAP_SECONDS, min(TICK_SECONDS, self._scrubber.delay()))
@@ -143,10 +150,11 @@ class Canary:
         self._late = late
 
     def settle(self) -> Snapshot:
+        """Does all work there is; what cannot be done while reading is suspended stays."""
         until = self._clock.monotonic() + 5.0
         while self._clock.monotonic() < until:
             busy = [worker.run() for worker in self._workers]  # every one of them, so no any() over a generator
-            if not any(busy):
+            if not any(busy) or self.suspension.reasons:
                 break
             self._breathe()
         self._publisher.survey()
@@ -199,6 +207,8 @@ class Canary:
                 self._set_enabled(enabled)
             case SetGroupEnabled(group=name, enabled=enabled):
                 guard = self._guard(name)
+                if enabled and guard.group.unguarded is not None:
+                    raise ConflictError(f"group {name} cannot be switched on: {guard.group.unguarded}")
                 if enabled and guard.gate.failure is not None:
                     guard.gate.open()
                 guard.switch(enabled, "switched off by a person")
@@ -264,9 +274,20 @@ class Canary:
     ) -> None:
         for ledger, tables in prepared:
             space = Space(ledger=ledger, gate=gate)
-            for group, table in tables:
-                verifier = Verifier(group, ledger, table, watch=lambda: gate.epoch, monotonic=self._clock.monotonic)
-                space.guards.append(GroupGuard(verifier=verifier, gate=gate))
+            for place, (group, table) in enumerate(tables):
+                verifier = Verifier(
+                    group, ledger, table, place=place, watch=gate.watch, monotonic=self._clock.monotonic
+                )
+                space.guards.append(
+                    GroupGuard(
+                        verifier=verifier,
+                        gate=gate,
+                        enabled=group.unguarded is None,
+                        disabled_reason=group.unguarded,
+                    )
+                )
+                if group.unguarded is not None:
+                    logger.warning("group %s is not guarded: %s", group.name, group.unguarded)
                 self._subject = Subject(
                     engine=self._subject.engine,
                     engine_version=self._subject.engine_version,
@@ -279,6 +300,7 @@ class Canary:
                 SpaceWorker(
                     space,
                     self._reporter,
+                    reading=self.suspension.reading,
                     breathe=self._breathe,
                     launch_bytes=lambda: self._scrubber.launch_bytes,
                     monotonic=self._clock.monotonic,
@@ -304,6 +326,11 @@ class Canary:
         if not self._guards and self._enabled:
             self._state, self._reason = "waiting", "no pool is attached"
         self.snapshot = self._build()
+
+    def _synchronize(self) -> None:
+        """Has the devices finish what was launched for us."""
+        for guard in self._guards:
+            guard.verifier.table.synchronize()
 
     def _build(self) -> Snapshot:
         return self._publisher.build(

@@ -83,6 +83,19 @@ class EngineGate:
             if self.epoch == epoch and not self._resync_wanted:
                 self.recording = True
 
+    def forget(self) -> None:
+        """What the pages held is gone (the memory was discarded, or filled by somebody else).
+
+        Every page is unknown from here on: nothing read across this moment counts, and nothing is read before the
+        engine has told its tables anew, at its next step boundary. A gate that is closed stays closed.
+        """
+        with self._lock:
+            if self.recording or self._resync_wanted:
+                self._resync_wanted = True
+            self.recording = False
+            self.epoch += 1
+        self._quarantine.clear()
+
     def fail(self, component: str, error: BaseException) -> None:
         """A hook failed: it and all others fall silent, the engine goes on. May be called from any thread."""
         with self._lock:
@@ -91,6 +104,10 @@ class EngineGate:
             if self._failure is None:
                 self._failure = (component, f"{type(error).__name__}: {error}")
                 logger.error("canary hook %s failed; this engine is no longer guarded", component, exc_info=error)
+
+    def reacted(self, incident: str, done: str) -> None:
+        """What came of a quarantine that somebody else carried out. Any thread."""
+        self._done.append((incident, done))
 
     # Canary thread
 
@@ -108,6 +125,14 @@ class EngineGate:
             self.epoch += 1
         self._quarantine.clear()
         self._raise = None
+
+    def watch(self) -> int | None:
+        """A value to compare before and after a reading: the epoch, or None while hooks are silent.
+
+        The epoch is taken first: a gate that closes after this line has another one, whatever `recording` says yet.
+        """
+        epoch = self.epoch
+        return epoch if self.recording else None
 
     @property
     def opening(self) -> bool:

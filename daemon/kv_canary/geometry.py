@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,7 +20,7 @@ from kv_canary.settings import Coverage
 from kv_canary.snapshot import GroupKind, UncoveredBuffer
 
 WORD = 8  # bytes
-MINIMUM_STRIPE_BYTES = 8192
+MINIMUM_STRIPE_BYTES = 16_384  # 8 bytes of fingerprint for each: 0.05% of the pool
 PARTIAL_ROW_BYTES = 16
 
 
@@ -193,7 +193,8 @@ class CanaryGroup:
     """The pages and buffers that are switched, swept and counted together.
 
     `pages` counts all page numbers, `first_page` is the lowest one that is ever guarded (pages below it are the
-    engine's padding sink). `uncovered` names what of this group is not checked.
+    engine's padding sink). `uncovered` names what of this group is not checked. `unguarded` is why the whole group is
+    left alone: the engine uses it in a way that is not modelled, so it is off and cannot be switched on.
     """
 
     name: str
@@ -205,32 +206,42 @@ class CanaryGroup:
     coverage: Coverage = "all"
     uncovered: tuple[UncoveredBuffer, ...] = ()
     kv_token_id_vs_position_offset: int = 0
+    unguarded: str | None = None
+    # Derived, and asked for many times a second: adding up hundreds of buffers takes longer than reading some pages.
+    buffers: tuple[PageBuffer, ...] = field(init=False, repr=False, compare=False)
+    bytes_per_page: int = field(init=False, repr=False, compare=False)
+    device: torch.device = field(init=False, repr=False, compare=False)
+    layout_signature: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        buffers = tuple(buffer for stripe in self.stripes for buffer in stripe.buffers)
+        object.__setattr__(self, "buffers", buffers)
+        object.__setattr__(self, "bytes_per_page", sum(stripe.bytes_per_page for stripe in self.stripes))
+        object.__setattr__(self, "device", buffers[0].device if buffers else torch.device("cpu"))
+        object.__setattr__(self, "layout_signature", self._signature())
         counts = {buffer.pages for buffer in self.buffers}
         if counts - {self.pages}:
             raise GeometryError(f"group {self.name}: {self.pages} pages, but its buffers have {sorted(counts)}")
         if len({buffer.device for buffer in self.buffers}) > 1:
             raise GeometryError(f"group {self.name}: its buffers lie on more than one device")
 
-    @property
-    def buffers(self) -> tuple[PageBuffer, ...]:
-        return tuple(buffer for stripe in self.stripes for buffer in stripe.buffers)
-
-    @property
-    def bytes_per_page(self) -> int:
-        return sum(stripe.bytes_per_page for stripe in self.stripes)
-
-    @property
-    def device(self) -> torch.device:
-        return self.buffers[0].device if self.stripes else torch.device("cpu")
-
-    @property
-    def layout_signature(self) -> str:
+    def _signature(self) -> str:
         """16 hexadecimal digits that are equal for two groups exactly if their pages' fingerprints can be compared."""
         parts = [f"{self.kind}:{self.page_tokens}:{self.coverage}"]
         parts += [f"{s.name}=" + ",".join(f"{b.name}:{b.bytes_per_page}" for b in s.buffers) for s in self.stripes]
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def unguarded_group(name: str, kind: GroupKind, *, pages: int, buffers: Sequence[str], reason: str) -> CanaryGroup:
+    """A group that is listed and left alone, with its buffers named as not covered."""
+    return CanaryGroup(
+        name=name,
+        kind=kind,
+        pages=pages,
+        stripes=(),
+        uncovered=tuple(UncoveredBuffer(name=buffer, reason=reason) for buffer in buffers),
+        unguarded=reason,
+    )
 
 
 def build_group(

@@ -28,6 +28,7 @@ class GroupGuard:
     adopting: int | None = None  # position of the pass that fingerprints pages sealed while the group was off
     oldest_age: float = 0.0
     state_counts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    claims_not_covered: int = 0
 
     @property
     def group(self) -> CanaryGroup:

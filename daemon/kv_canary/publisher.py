@@ -30,6 +30,7 @@ from kv_canary.snapshot import (
     SweepProgress,
     UncoveredBuffer,
 )
+from kv_canary.suspension import Suspension
 
 SURVEY_PAGES = 16_384  # pages surveyed between two releases of the GIL
 
@@ -76,6 +77,7 @@ class Publisher:
         drills: Drills,
         incidents: IncidentLog,
         errors: Errors,
+        suspension: Suspension,
         time: Callable[[], float],
         breathe: Callable[[], None],
     ) -> None:
@@ -86,26 +88,35 @@ class Publisher:
         self._drills = drills
         self._incidents = incidents
         self._errors = errors
+        self._suspension = suspension
         self._time = time
         self._breathe = breathe
         self._started_at = time()
 
     def survey(self) -> None:
-        """Counts page states and finds the oldest verification of every group, piece by piece."""
+        """Counts page states and finds the oldest verification of every group, piece by piece.
+
+        What could not be read while the engine had taken its memory away is not held against anybody: that time is left
+        out of the age. A survey that runs into such a time is given up, and the last one stands.
+        """
         for guard in self._guards:
             counts = np.zeros(len(PAGE_STATES), np.int64)
             oldest, first, pages = 0.0, guard.group.first_page, guard.group.pages
-            if guard.gate.recording:
-                for start in range(first, pages, SURVEY_PAGES):
+            if not guard.gate.recording:
+                guard.state_counts, guard.oldest_age = (pages - first, 0, 0, 0, 0), 0.0
+                continue
+            for start in range(first, pages, SURVEY_PAGES):
+                with self._suspension.reading() as allowed:  # a device's ledger is read on the device
+                    if not allowed:
+                        return
                     stop = min(start + SURVEY_PAGES, pages)
                     counts += np.bincount(guard.ledger.states(start, stop), minlength=len(PAGE_STATES))
                     if guard.active:
                         oldest = max(oldest, guard.verifier.oldest_age(start, stop))
-                    self._breathe()
-            else:
-                counts[0] = pages - first
+                    guard.claims_not_covered = guard.ledger.claims_not_covered
+                self._breathe()
             guard.state_counts = tuple(int(count) for count in counts)  # type: ignore[assignment]
-            guard.oldest_age = oldest
+            guard.oldest_age = oldest - self._suspension.seconds_within(oldest)
 
     def build(
         self,
@@ -119,7 +130,7 @@ class Publisher:
         uncovered: tuple[UncoveredBuffer, ...],
         notices: Sequence[str] = (),
     ) -> Snapshot:
-        rate = self._scrubber.rate
+        rate, suspended = self._scrubber.rate, ", ".join(self._suspension.reasons)
         pass_bytes = sum(
             (guard.state_counts[SEALED] + guard.state_counts[FREE]) * guard.group.bytes_per_page
             for guard in self._guards
@@ -138,7 +149,7 @@ class Publisher:
             started_at=self._started_at,
             tick_at=self._time(),
             state=state,
-            reason=reason,
+            reason=reason or (f"suspended: {suspended}" if suspended else None),
             enabled=enabled,
             settings=settings,
             engine_step=max((gate.steps for gate in self._gates), default=0),
@@ -161,7 +172,11 @@ class Publisher:
             ),
             budget_bytes_per_second=rate,
             read_bandwidth_bytes_per_second=self._scrubber.read_bandwidth,
-            warnings=(*notices, *self._warnings(settings, rate, pass_bytes, pass_seconds)),
+            warnings=(
+                *notices,
+                *([f"nothing is read, the engine asked for it: {suspended}"] if suspended else ()),
+                *self._warnings(settings, rate, pass_bytes, pass_seconds),
+            ),
         )
 
     def _group(self, guard: GroupGuard, settings: Settings, rate: float, pass_seconds: float) -> GroupSnapshot:
@@ -194,7 +209,7 @@ class Publisher:
             ),
             oldest_verification_age_seconds=guard.oldest_age,
             counters=guard.verifier.counters.frozen(
-                claims=guard.ledger.claims, claims_not_covered=guard.ledger.claims_not_covered
+                claims=guard.ledger.claims, claims_not_covered=guard.claims_not_covered
             ),
         )
 

@@ -2,7 +2,8 @@
 
 Threads and what they may touch:
 
-* The engine's thread calls the ledgers' events and the gate's `boundary`. Nothing else of ours runs there.
+* The engine's thread calls the ledgers' events, the gate's `boundary`, and `suspend` and `resume`. Nothing else of ours
+  runs there.
 * The canary thread (`_run`) owns the `Canary` and everything below it.
 * Any thread may call `snapshot` (reads one assignment), `submit` (puts a command on a queue; the answer comes through a
   future) and `attach` (builds tables in the caller's thread, compiling there, and hands them over through the same
@@ -38,6 +39,7 @@ logger = logging.getLogger("kv_canary")
 
 FAILURES_IN_A_ROW = 100
 ATTACH_SECONDS = 30.0
+SUSPEND_SECONDS = 2.0
 BANDWIDTH_SAMPLE_BYTES = 64 << 20
 
 
@@ -106,6 +108,31 @@ class Sidecar:
         """Lets go of an engine's pools: nothing of them is read once this returns."""
         gate.close()
         self._call(lambda: self._canary.let_go(gate), wait=True)
+
+    def suspend(self, reason: str, timeout_seconds: float = SUSPEND_SECONDS) -> bool:
+        """Takes the engine's memory from the canary until `resume(reason)`: to capture a graph, to sleep, to unmap.
+
+        True: nothing of ours touches it any more, and no device is called. Waits for the launch under way, a
+        millisecond or two. Reasons are a set: reading goes on when none is left.
+
+        False: that launch has not ended within `timeout_seconds`. It may still read; nothing else will, and what it
+        finds is thrown away. The canary is off for good then, as after a failed hook, until a person switches it on.
+        The reason stands: ask again to wait longer, and true means that it has ended. Never raises.
+        """
+        failure: Exception
+        try:
+            if self._canary.suspension.suspend(reason, timeout_seconds):
+                return True
+            failure = TimeoutError(f"a reading did not end within {timeout_seconds:g} s; asked for by {reason}")
+        except Exception as error:  # noqa: BLE001 - the engine's thread must never see it
+            failure = error
+        for gate in list(self._canary.gates):
+            gate.fail("suspend", failure)
+        return False
+
+    def resume(self, reason: str) -> None:
+        """Takes back one reason of `suspend`; one that does not stand is nothing. Never raises."""
+        self._canary.suspension.resume(reason)
 
     def serve(self) -> None:
         """Starts the HTTP API. When no port can be had this is logged and counted, and the guard works without it."""

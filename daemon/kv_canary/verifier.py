@@ -14,7 +14,7 @@ The confirm protocol, and why it is right:
 Sealing follows rule 2 as well: the fingerprint of a page that moved on while it was read is thrown away.
 
 `watch` is the gate's epoch: it changes whenever the engine's hooks fall silent, and a generation that nobody raises
-proves nothing, so results across such a change are dropped too.
+proves nothing, so results across such a change are dropped too. It is None while they are silent: nothing is read then.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Verifier:
         ledger: Ledger,
         table: FingerprintTable,
         *,
-        watch: Callable[[], int],
+        place: int = 0,
+        watch: Callable[[], int | None],
         monotonic: Callable[[], float],
         timer: Callable[[], float] = perf_counter,
     ) -> None:
@@ -68,6 +69,7 @@ class Verifier:
         self.ledger = ledger
         self.table = table
         self.counters = Counters()
+        self.place = place  # of the group among those that share the ledger's page numbers
         self._watch = watch
         self._monotonic = monotonic
         self._timer = timer
@@ -94,9 +96,17 @@ class Verifier:
         A page that has one keeps it, when it is freed or sealed again too: there is no moment in which a late write
         could be blessed.
         """
-        wanted = (self._sealed_generation[pages] != generations) & (self.ledger.generations(pages) == generations)
+        wanted = self.is_missing(pages, generations)
         pages, first = np.unique(pages[wanted], return_index=True)
         return pages, generations[wanted][first]
+
+    def is_missing(self, pages: PageArray, generations: PageArray) -> npt.NDArray[np.bool_]:
+        """Which of the pages `missing` would give."""
+        wanted: npt.NDArray[np.bool_] = self._sealed_generation[pages] != generations
+        wanted &= self.ledger.generations(pages) == generations
+        if (shaped := self.ledger.group_of(pages)) is not None:
+            wanted &= shaped == self.place  # the bytes of the others' pages are laid out in another way
+        return wanted
 
     def move(self, work: Work) -> None:
         """Copies that the engine made: fingerprints travel from `sources` to `pages`."""
@@ -115,9 +125,11 @@ class Verifier:
     def seal_missing(self, start: int, stop: int) -> int:
         """Fingerprints sealed and free pages of a range that have none (the group was off when they were sealed)."""
         pages = self._range(start, stop)
+        # of the generations that these states belong to: a live one may be ahead of them, with the page open again
+        generations = self.ledger.applied_generations(start, stop)[pages - start]
         states = self.ledger.states(start, stop)[pages - start]
-        pages = pages[(states == SEALED) | (states == FREE)]
-        return self.take(*self.missing(pages, self.ledger.generations(pages)))
+        kept = (states == SEALED) | (states == FREE)
+        return self.take(*self.missing(pages[kept], generations[kept]))
 
     def take(self, pages: PageArray, generations: PageArray) -> int:
         """Fingerprints pages for these generations; those that move on meanwhile are dropped.
@@ -128,9 +140,9 @@ class Verifier:
             return 0
         live = self.ledger.generations(pages) == generations
         pages, generations = pages[live], generations[live]
-        if not len(pages):
-            return 0
         watch, started = self._watch(), self._timer()
+        if watch is None or not len(pages):
+            return 0
         fingerprints = self.table.read(pages)
         size = len(pages) * self.group.bytes_per_page
         self.counters.read("seal", size, self._timer() - started)
@@ -149,9 +161,9 @@ class Verifier:
 
     def select(self, start: int, stop: int) -> PageArray:
         """Pages of a range that can be verified now."""
-        pages = self._range(start, stop)
-        valid: PageArray = pages[self._sealed_generation[pages] == self.ledger.generations(pages)]
-        return valid
+        start, stop = max(start, self.group.first_page), max(stop, self.group.first_page)
+        valid = self._sealed_generation[start:stop] == self.ledger.generations_between(start, stop)
+        return np.flatnonzero(valid) + start
 
     def verify(self, pages: PageArray, purpose: Purpose) -> list[Finding]:
         """Re-reads pages; what cannot be verified now is left out.
@@ -161,9 +173,9 @@ class Verifier:
         generations = self.ledger.generations(pages)
         valid = self._sealed_generation[pages] == generations
         pages, generations = pages[valid], generations[valid]
-        if not len(pages):
-            return []
         watch, started = self._watch(), self._timer()
+        if watch is None or not len(pages):
+            return []
         differences = self.table.verify(pages)
         self.counters.read(purpose, len(pages) * self.group.bytes_per_page, self._timer() - started)
         stable = self.ledger.generations(pages) == generations
@@ -257,12 +269,14 @@ class Verifier:
 
     def oldest_age(self, start: int, stop: int) -> float:
         """Seconds since the page of a range that was verified longest ago was seen good; 0 without a valid page."""
-        pages = self.select(start, stop)
-        return float(self._monotonic() - self._good_at[pages].min()) if len(pages) else 0.0
+        valid = self._sealed_generation[start:stop] == self.ledger.generations_between(start, stop)
+        seen = self._good_at[start:stop].min(where=valid, initial=np.inf)
+        return float(self._monotonic() - seen) if seen < np.inf else 0.0
 
-    def older_than(self, pages: PageArray, seconds: float) -> PageArray:
-        """Those of `pages` that were not seen good in the last `seconds`."""
-        return pages[self._good_at[pages] < self._monotonic() - seconds]
+    def is_older(self, pages: PageArray, seconds: float) -> npt.NDArray[np.bool_]:
+        """Which of `pages` were not seen good in the last `seconds`."""
+        older: npt.NDArray[np.bool_] = self._good_at[pages] < self._monotonic() - seconds
+        return older
 
     def _range(self, start: int, stop: int) -> PageArray:
         return np.arange(max(start, self.group.first_page), max(stop, self.group.first_page), dtype=np.int64)

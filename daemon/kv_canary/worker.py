@@ -1,11 +1,17 @@
-"""What the canary thread does for one page-number space each tick: apply events, report violations, carry out work."""
+"""What the canary thread does for one page-number space each tick: apply events, report violations, carry out work.
+
+Work that cannot be done now (a fence is ahead, the slice of this tick is used up, the engine has taken its memory away)
+is kept and done in a later tick, in order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kv_canary.guard import GroupGuard, Space
 from kv_canary.ledger import Work
@@ -18,109 +24,184 @@ FRESH_SECONDS = (
 )
 ADOPT_PAGES = 4096
 
+PageArray = npt.NDArray[np.int64]
+Reading = Callable[[], AbstractContextManager[bool]]
+Worth = Callable[[PageArray, PageArray], npt.NDArray[np.bool_]]
 
-class Batch:
-    """Work of one kind, put together: under load many small pieces become one, and the stale ones fall out."""
+
+class Pending:
+    """Pages of one kind of work, put together: under load many small pieces become a few launches."""
 
     def __init__(self) -> None:
         self._works: list[Work] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._works)
+
     def add(self, work: Work) -> None:
         self._works.append(work)
 
-    def drain(self) -> Work | None:
+    def keep(self, worth: Callable[[PageArray, PageArray], npt.NDArray[np.bool_]]) -> None:
+        """Drops the pages that `worth(pages, generations)` is false for."""
         works, self._works = self._works, []
-        if len(works) < 2:
-            return works[0] if works else None
-        return replace(
-            works[0],
-            pages=np.concatenate([work.pages for work in works]),
-            generations=np.concatenate([work.generations for work in works]),
-        )
+        if works:
+            pages = np.concatenate([work.pages for work in works])
+            generations = np.concatenate([work.generations for work in works])
+            self._put(works[0], pages, generations, worth(pages, generations))
+
+    def first(self, count: int) -> Work:
+        """The first `count` pages; they stay until they are `done`. After `keep`."""
+        work = self._works[0]
+        return replace(work, pages=work.pages[:count], generations=work.generations[:count])
+
+    def done(self, count: int) -> None:
+        work = self._works.pop(0)
+        self._put(work, work.pages, work.generations, np.arange(len(work.pages)) >= count)
+
+    def _put(self, work: Work, pages: PageArray, generations: PageArray, kept: npt.NDArray[np.bool_]) -> None:
+        if kept.any():
+            self._works.insert(0, replace(work, pages=pages[kept], generations=generations[kept]))
 
 
 class SpaceWorker:
-    """Keeps one `Space` up to date. Seals and claims are never put off for the budget."""
+    """Keeps one `Space` up to date. Claims and seals are never put off for the budget, and claims come first."""
 
     def __init__(
         self,
         space: Space,
         reporter: Reporter,
         *,
+        reading: Reading,
         breathe: Callable[[], None],
         launch_bytes: Callable[[], int],
         monotonic: Callable[[], float],
     ) -> None:
         self.space = space
         self._reporter = reporter
+        self._reading = reading
         self._breathe = breathe
         self._launch_bytes = launch_bytes
         self._monotonic = monotonic
+        self._takes = Pending()
+        self._claims = Pending()
 
     def run(self) -> bool:
         """One slice; true when there is more to do at once."""
         until = self._monotonic() + SLICE_SECONDS
         caught_up = False
         while not caught_up and self._monotonic() < until:
-            caught_up = self.space.ledger.catch_up(seconds=PIECE_SECONDS)
+            caught_up = self.space.ledger.catch_up(seconds=PIECE_SECONDS)  # touches no engine memory
             self._breathe()
+        until = self._monotonic() + SLICE_SECONDS
+        with self._reading() as allowed:
+            if allowed:
+                self._report()
+        self._collect(until)
+        claimed = self._each_launch(self._claims, self._is_due, self._claim, until)
+        taken = self._each_launch(self._takes, self._is_missing, self._take, until)
+        return self._adopt() or not (claimed and taken and caught_up)
+
+    def _report(self) -> None:
         for violation in self.space.ledger.take_violations():
             if self.space.gate.recording:
                 self._reporter.violation(self.space, violation)
-        takes, claims = Batch(), Batch()
-        while (work := self.space.held or self.space.ledger.take_work()) is not None:
-            self.space.held = None
-            if work.fence is not None and not work.fence.ready():
-                self.space.held = work
-                break
-            if work.kind == "move":
-                self._take(takes.drain())  # sources first
-                self._move(work)
-            else:
-                (claims if work.kind == "claim" else takes).add(work)
+
+    def _collect(self, until: float) -> None:
+        """Takes over what events left, as far as the first fence that is still ahead."""
+        while True:
+            with self._reading() as allowed:
+                move = self._next_move() if allowed else None
+            # the sources of a move are fingerprinted before it
+            if move is None or not self._each_launch(self._takes, self._is_missing, self._take, until):
+                return
+            with self._reading() as allowed:
+                if not allowed:
+                    return
+                for guard in self._active():
+                    guard.verifier.move(move)
+                self.space.held = None
             self._breathe()
-        self._take(takes.drain())
-        self._claim(claims.drain())
-        return self._adopt() or not caught_up
 
-    def _take(self, work: Work | None) -> None:
-        if work is None:
-            return
-        for guard in self._active():
-            pages, generations = guard.verifier.missing(work.pages, work.generations)
-            for part in self._launches(guard, len(pages)):
-                guard.verifier.take(pages[part], generations[part])
-                self._breathe()
+    def _next_move(self) -> Work | None:
+        """Takes work over up to the next move, which is held and returned; None: there is none before the end, or
+        before a fence that is ahead.
+        """
+        while (work := self.space.held or self.space.ledger.take_work()) is not None:
+            self.space.held = work
+            if work.fence is not None and not work.fence.ready():
+                return None
+            if work.kind == "move":
+                return work
+            (self._claims if work.kind == "claim" else self._takes).add(work)
+            self.space.held = None
+            self._breathe()
+        return None
 
-    def _claim(self, work: Work | None) -> None:
-        if work is None:
-            return
-        claimed = np.unique(work.pages)
-        for guard in self._active():
-            pages = guard.verifier.older_than(claimed, FRESH_SECONDS)
-            for part in self._launches(guard, len(pages)):
-                for finding in guard.verifier.verify(pages[part], "claim"):
-                    self._reporter.finding(guard, finding)
-                self._breathe()
+    def _each_launch(self, pending: Pending, worth: Worth, carry_out: Callable[[Work], None], until: float) -> bool:
+        """Launch by launch, so that an engine that wants its memory waits for one only; true when none is left."""
+        if not pending:
+            return True
+        with self._reading() as allowed:
+            if allowed:
+                pending.keep(worth)
+        while pending:
+            with self._reading() as allowed:
+                if not allowed:
+                    return False
+                count = self._pages_a_launch()
+                carry_out(pending.first(count))
+                pending.done(count)
+            self._breathe()
+            if self._monotonic() >= until:
+                break
+        return not pending
 
-    def _move(self, work: Work) -> None:
+    def _is_missing(self, pages: PageArray, generations: PageArray) -> npt.NDArray[np.bool_]:
+        return _any(pages, [guard.verifier.is_missing(pages, generations) for guard in self._active()])
+
+    def _is_due(self, pages: PageArray, generations: PageArray) -> npt.NDArray[np.bool_]:
+        """Claimed pages, each once, that were not verified a moment ago."""
+        first = np.zeros(len(pages), np.bool_)
+        first[np.unique(pages, return_index=True)[1]] = True
+        return first & _any(pages, [guard.verifier.is_older(pages, FRESH_SECONDS) for guard in self._active()])
+
+    def _take(self, work: Work) -> None:
         for guard in self._active():
-            guard.verifier.move(work)
+            guard.verifier.take(*guard.verifier.missing(work.pages, work.generations))
+
+    def _claim(self, work: Work) -> None:
+        for guard in self._active():
+            pages = work.pages[guard.verifier.is_older(work.pages, FRESH_SECONDS)]
+            for finding in guard.verifier.verify(pages, "claim"):
+                self._reporter.finding(guard, finding)
 
     def _active(self) -> list[GroupGuard]:
         return [guard for guard in self.space.guards if guard.active]
 
-    def _launches(self, guard: GroupGuard, count: int) -> list[slice]:
-        step = max(1, self._launch_bytes() // max(1, guard.group.bytes_per_page))
-        return [slice(start, start + step) for start in range(0, count, step)]
+    def _pages_a_launch(self) -> int:
+        size = sum(guard.group.bytes_per_page for guard in self.space.guards)
+        return max(1, self._launch_bytes() // max(1, size))
 
     def _adopt(self) -> bool:
-        """Fingerprints what was sealed while a group was off, some pages a tick; true while there is more."""
+        """Fingerprints what was sealed while a group was off, some pages a tick; true while there is more.
+
+        Not while work is held back by its fence: a page may be sealed in the table, and its last write still ahead.
+        """
+        if self.space.held is not None:
+            return False
         for guard in self.space.guards:
             if guard.active and guard.adopting is not None:
                 step = max(1, min(ADOPT_PAGES, self._launch_bytes() // max(1, guard.group.bytes_per_page)))
                 stop = min(guard.adopting + step, guard.group.pages)
-                guard.verifier.seal_missing(guard.adopting, stop)
+                with self._reading() as allowed:
+                    if not allowed:
+                        return False
+                    guard.verifier.seal_missing(guard.adopting, stop)
                 guard.adopting = stop if stop < guard.group.pages else None
                 return True
         return False
+
+
+def _any(pages: PageArray, masks: list[npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:
+    """Pages that any of the groups wants; none without a group that may be read."""
+    return np.logical_or.reduce(masks) if masks else np.zeros(len(pages), np.bool_)

@@ -68,7 +68,7 @@ class Harness:
         self.gate = EngineGate()
         self.gate.recording = True
         self.verifier = Verifier(
-            self.group, self.ledger, CpuTable(self.group), watch=lambda: self.gate.epoch, monotonic=self.clock.monotonic
+            self.group, self.ledger, CpuTable(self.group), watch=self.gate.watch, monotonic=self.clock.monotonic
         )
         self.guard = GroupGuard(verifier=self.verifier, gate=self.gate)
 

@@ -153,7 +153,8 @@ def test_one_flipped_bit_in_any_layer_is_found_on_its_page() -> None:
                 allocator._copy_view[block, offset] ^= 1 << (index % 8)
                 wait_until(lambda n=index: len(real_incidents(sidecar.snapshot())) == n + 1)
                 incident = real_incidents(sidecar.snapshot())[-1]
-                assert (incident.page, incident.layers, incident.check) == (block, (layer,), "content")
+                assert (incident.page, incident.check) == (block, "content")
+                assert layer in incident.layers  # small layers share a stripe
                 assert incident.previous_owner.startswith("r")
 
 

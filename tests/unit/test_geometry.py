@@ -111,7 +111,7 @@ def sized(*sizes: int) -> list[Any]:
 
 
 def test_a_buffer_of_the_minimum_is_a_stripe_of_its_own() -> None:
-    assert [stripe.name for stripe in build_stripes(sized(8192, 8192, 8192))] == ["b0", "b1", "b2"]
+    assert [stripe.name for stripe in build_stripes(sized(16_384, 16_384, 16_384))] == ["b0", "b1", "b2"]
 
 
 def test_small_neighbours_share_a_stripe_until_the_minimum_is_reached() -> None:

@@ -103,6 +103,13 @@ def test_an_adapter_imports_no_other_adapter_and_no_other_engine(path: Path) -> 
     assert wrong == []
 
 
+@pytest.mark.parametrize("path", python_files(DAEMON), ids=lambda path: str(path.relative_to(DAEMON)))
+def test_nothing_below_the_command_line_imports_it(path: Path) -> None:
+    if path.is_relative_to(DAEMON / "kv_canary" / "cli") or path.name == "__main__.py":
+        return
+    assert [f"line {line}: {module}" for line, module in imports(path) if module.startswith("kv_canary.cli")] == []
+
+
 def test_there_are_files_to_look_at() -> None:
     assert len(python_files(DAEMON)) > 30
     assert python_files(ADAPTERS)

@@ -185,6 +185,19 @@ def test_a_group_that_was_off_takes_up_the_pages_sealed_meanwhile() -> None:
     assert not harness.verifier.is_valid(3)
 
 
+def test_a_page_that_has_been_opened_again_is_not_taken_up_by_its_old_state() -> None:
+    """The table says free, the engine has handed the page out since and is writing it."""
+    harness = Harness()
+    harness.ledger.free([1])
+    assert harness.ledger.catch_up(seconds=1.0)
+    while harness.ledger.take_work() is not None:
+        pass
+    harness.ledger.allocate([1], "a")  # live at once, applied later
+    assert harness.verifier.seal_missing(0, 32) == 0
+    harness.apply()
+    assert not harness.verifier.is_valid(1)
+
+
 def test_the_same_difference_is_news_once() -> None:
     harness = Harness()
     harness.sealed(4)
@@ -225,3 +238,13 @@ def test_tampering_with_a_stored_fingerprint_is_found_and_undone() -> None:
     assert finding.found == (before,)
     harness.verifier.tamper(3, 1, 1 << 63)
     assert harness.sweep() == []
+
+
+def test_a_reading_that_would_begin_after_the_hooks_fell_silent_does_not_begin() -> None:
+    """Somebody looked whether the gate is open, and then it closed."""
+    harness = Harness()
+    harness.sealed(1)
+    harness.gate.close()
+    harness.flip(1)
+    assert harness.sweep() == []
+    assert harness.verifier.counters.verified_pages == 0

@@ -36,7 +36,7 @@ def run_bench(arguments: Sequence[str], surroundings: Surroundings) -> int:
     options = _options(given)
     from kv_canary.bench.plots import check_plots, draw_plots
     from kv_canary.bench.program import run
-    from kv_canary.bench.screen import bench_screen
+    from kv_canary.cli.bench_screen import bench_screen
 
     if options.plots is not None:
         check_plots(options.plots)

@@ -6,6 +6,7 @@ The daemon imports no engine, so it knows the demo by name only.
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
@@ -31,7 +32,9 @@ def run_demo(arguments: Sequence[str]) -> int:
         names = ", ".join(sorted(demos)) or "none"
         raise KVCanaryError(f"there is no demo for engine {chosen.engine!r}; there are: {names}\n{_install()}")
     try:
-        return int(demos[chosen.engine].load()(rest) or 0)
+        status = int(demos[chosen.engine].load()(rest) or 0)
+        gc.freeze()  # or the interpreter, ending, goes through all of torch and the engine several times: two seconds
+        return status
     except ModuleNotFoundError as error:
         package = (error.name or "?").partition(".")[0]
         raise KVCanaryError(f"the demo needs the package {package!r}, which is not installed: {_install()}") from error

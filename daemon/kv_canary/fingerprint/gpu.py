@@ -126,6 +126,10 @@ class GpuTable:
             rows = torch.from_numpy(fingerprints.astype(np.uint64, copy=True).view(np.int64)).to(self._device)
             self._expected[torch.from_numpy(pages.copy()).to(self._device)] = rows
 
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def find(self, stripe: int, fingerprint: int) -> PageArray:
         signed = int(np.array(fingerprint, np.uint64).view(np.int64))
         with torch.inference_mode(), self._on_stream():

@@ -46,5 +46,8 @@ class FingerprintTable(Protocol):
     def store(self, pages: PageArray, fingerprints: FingerprintArray) -> None:
         """Replaces rows of the table."""
 
+    def synchronize(self) -> None:
+        """Waits until nothing that was launched for this table runs any more."""
+
     def find(self, stripe: int, fingerprint: int) -> PageArray:
         """Pages that the table expects this fingerprint of (for the cause of a misdirected copy)."""

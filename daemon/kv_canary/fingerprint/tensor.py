@@ -116,5 +116,9 @@ class TensorTable:
     def store(self, pages: PageArray, fingerprints: FingerprintArray) -> None:
         self._expected[pages] = fingerprints
 
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def find(self, stripe: int, fingerprint: int) -> PageArray:
         return np.flatnonzero(self._expected[:, stripe] == np.uint64(fingerprint))

@@ -79,7 +79,7 @@ class Ledger(Protocol):
     def step(self, number: int | None = None) -> None:
         """The engine begins another step: the one of that number, or the next one."""
 
-    def allocate(self, pages: Any, owner: Any = 0) -> None: ...
+    def allocate(self, pages: Any, owner: Any = 0, *, group: int = 0) -> None: ...
 
     def write(self, pages: Any, owner: Any = 0) -> None: ...
 
@@ -90,7 +90,14 @@ class Ledger(Protocol):
     def reopen(self, pages: Any) -> None: ...
 
     def adopt(
-        self, pages: Any, identity: Any = 0, owner: Any = 0, *, owners: Any = 1, fence: Fence | None = None
+        self,
+        pages: Any,
+        identity: Any = 0,
+        owner: Any = 0,
+        *,
+        owners: Any = 1,
+        group: int = 0,
+        fence: Fence | None = None,
     ) -> None: ...
 
     def release(self, pages: Any, owner: Any = 0) -> None: ...
@@ -115,9 +122,20 @@ class Ledger(Protocol):
     def generations(self, pages: PageArray) -> PageArray:
         """The generations as the engine's thread last raised them."""
 
+    def applied_generations(self, start: int, stop: int) -> PageArray:
+        """Generations of the pages `start` .. `stop - 1` as far as events are applied; to be read before `states`."""
+
+    def generations_between(self, start: int, stop: int) -> PageArray:
+        """The same for the pages `start` .. `stop - 1`; read only."""
+
     @property
     def live_generations(self) -> PageArray:
         """The generations of all pages as a host array, for an exchange of a byte under the GIL. Read only."""
+
+    def group_of(self, pages: PageArray) -> npt.NDArray[np.uint8] | None:
+        """The group (its place among those of the space) that each page is shaped for as far as events are applied;
+        None where the space has one group only.
+        """
 
     def states(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """States of the pages `start` .. `stop - 1` as far as events are applied."""

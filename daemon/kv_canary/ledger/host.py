@@ -24,8 +24,8 @@ import numpy.typing as npt
 from kv_canary.ledger.arrays import HostArrays
 from kv_canary.ledger.base import OwnerNames, PageArray, WorkQueue
 from kv_canary.ledger.reading import TableReader
+from kv_canary.ledger.short import HostPageTable
 from kv_canary.ledger.states import Reason, Violation
-from kv_canary.ledger.transitions import PageTable
 from kv_canary.ledger.work import Fence, Work
 
 MAXIMUM_PENDING_EVENTS = 200_000
@@ -49,7 +49,10 @@ MAXIMUM_PENDING_EVENTS = 200_000
 class HostLedger(TableReader):
     """`Ledger` for host page numbers."""
 
-    def __init__(self, name: str, pages: int, *, maximum_pending_events: int = MAXIMUM_PENDING_EVENTS) -> None:
+    def __init__(
+        self, name: str, pages: int, *, groups: int = 1, maximum_pending_events: int = MAXIMUM_PENDING_EVENTS
+    ) -> None:
+        """`groups` is how many groups lay their pages over the same bytes (see `group_of`)."""
         self.name = name
         self.pages = pages
         self._arrays = HostArrays()
@@ -58,10 +61,11 @@ class HostLedger(TableReader):
         self._maximum = maximum_pending_events
         self._overrun = False
         self._steps = 1
-        self._table = PageTable(pages, self._arrays, self._flag)
+        self._table = HostPageTable(pages, self._arrays, self._flag, self._flag_page)
         self._names = OwnerNames()
         self._work = WorkQueue()
         self._violations: list[Violation] = []
+        self._group = np.zeros(pages, np.uint8) if groups > 1 else None
 
     # Engine's thread
 
@@ -77,10 +81,10 @@ class HostLedger(TableReader):
         self._steps = self._steps + 1 if number is None else number
         self._record(_STEP, self._steps)
 
-    def allocate(self, pages: Any, owner: Any = 0) -> None:
+    def allocate(self, pages: Any, owner: Any = 0, *, group: int = 0) -> None:
         pages = np.array(pages, np.int64)
         self._live[pages] += 1
-        self._record(_ALLOCATE, pages, _kept(owner))
+        self._record(_ALLOCATE, pages, _kept(owner), group)
 
     def write(self, pages: Any, owner: Any = 0) -> None:
         self._record(_WRITE, np.array(pages, np.int64), _kept(owner))
@@ -97,10 +101,23 @@ class HostLedger(TableReader):
         self._record(_REOPEN, pages)
 
     def adopt(
-        self, pages: Any, identity: Any = 0, owner: Any = 0, *, owners: Any = 1, fence: Fence | None = None
+        self,
+        pages: Any,
+        identity: Any = 0,
+        owner: Any = 0,
+        *,
+        owners: Any = 1,
+        group: int = 0,
+        fence: Fence | None = None,
     ) -> None:
         self._record(
-            _ADOPT, np.array(pages, np.int64), np.array(identity, np.int64), _kept(owner), np.array(owners), fence
+            _ADOPT,
+            np.array(pages, np.int64),
+            np.array(identity, np.int64),
+            _kept(owner),
+            np.array(owners),
+            fence,
+            group,
         )
 
     def release(self, pages: Any, owner: Any = 0) -> None:
@@ -156,6 +173,7 @@ class HostLedger(TableReader):
                 )
             )
         elif kind == _ALLOCATE:
+            self._shape(event[1], event[3])
             table.allocate(event[1], self._owner(event[2]))
         elif kind == _WRITE:
             table.write(event[1], self._owner(event[2]))
@@ -168,6 +186,7 @@ class HostLedger(TableReader):
         elif kind == _REOPEN:
             table.reopen(event[1])
         elif kind == _ADOPT:
+            self._shape(event[1], event[6])
             table.adopt(event[1], event[2], self._owner(event[3]), event[4])
             self._leave("adopt", event[1], event[5])
         elif kind == _RELEASE:
@@ -181,6 +200,8 @@ class HostLedger(TableReader):
     def _replay_reset(self, generations: PageArray, step: int) -> None:
         for column in self._table.columns:
             column[:] = 0
+        if self._group is not None:
+            self._group[:] = 0
         self._table.generation[:] = generations
         self._table.step = step  # steps that were dropped count too
         self._work.clear()
@@ -189,31 +210,36 @@ class HostLedger(TableReader):
     def _leave(self, kind: Any, pages: PageArray, fence: Fence | None) -> None:
         self._work.append(Work(kind=kind, pages=pages, generations=self._table.generation[pages], fence=fence))
 
+    def _shape(self, pages: PageArray, group: int) -> None:
+        if self._group is not None:
+            self._group[pages] = group
+
     def _owner(self, owner: Any) -> Any:
         if isinstance(owner, (str, int)):
             return self._names.handle(owner)
         return np.array([self._names.handle(one) for one in owner], np.int64)
 
     def _flag(self, reason: Reason, pages: Any, mask: Any, owner: Any) -> None:
-        if not np.any(mask):
+        if not mask.any():
             return
-        table = self._table
         owners = np.broadcast_to(owner, pages.shape)
         for index in np.flatnonzero(mask):
-            page = int(pages[index])
-            held = int(table.owner[page])
-            self._violations.append(
-                Violation(
-                    reason=reason,
-                    page=page,
-                    owner=int(owners[index]),
-                    previous_owner=held or int(table.previous_owner[page]),
-                    owners=int(table.owners[page]),
-                    state=int(table.state[page]),
-                    generation=int(table.generation[page]),
-                    step=table.step,
-                )
+            self._flag_page(reason, int(pages[index]), int(owners[index]))
+
+    def _flag_page(self, reason: Reason, page: int, owner: int) -> None:
+        table = self._table
+        self._violations.append(
+            Violation(
+                reason=reason,
+                page=page,
+                owner=owner,
+                previous_owner=int(table.owner[page]) or int(table.previous_owner[page]),
+                owners=int(table.owners[page]),
+                state=int(table.state[page]),
+                generation=int(table.generation[page]),
+                step=table.step,
             )
+        )
 
     def take_work(self) -> Work | None:
         return self._work.take()
@@ -224,6 +250,16 @@ class HostLedger(TableReader):
 
     def generations(self, pages: PageArray) -> PageArray:
         return self._live[pages]
+
+    def applied_generations(self, start: int, stop: int) -> PageArray:
+        generations: PageArray = self._table.generation[start:stop]
+        return generations
+
+    def generations_between(self, start: int, stop: int) -> PageArray:
+        return self._live[start:stop]
+
+    def group_of(self, pages: PageArray) -> npt.NDArray[np.uint8] | None:
+        return None if self._group is None else self._group[pages]
 
     def states(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         states: npt.NDArray[np.uint8] = self._table.state[start:stop]
@@ -236,7 +272,8 @@ class HostLedger(TableReader):
 
     @property
     def nbytes(self) -> int:
-        return int(self._live.nbytes + sum(column.nbytes for column in self._table.columns))
+        group = 0 if self._group is None else self._group.nbytes
+        return int(self._live.nbytes + group + sum(column.nbytes for column in self._table.columns))
 
     @property
     def overrun(self) -> bool:

@@ -45,7 +45,7 @@ class TensorLedger(TableReader):
     def step(self, number: int | None = None) -> None:
         self._table.step = self._table.step + 1 if number is None else number
 
-    def allocate(self, pages: Any, owner: Any = 0) -> None:
+    def allocate(self, pages: Any, owner: Any = 0, *, group: int = 0) -> None:
         self._table.allocate(self._arrays.pages(pages), self._owner(owner))
 
     def write(self, pages: Any, owner: Any = 0) -> None:
@@ -65,7 +65,14 @@ class TensorLedger(TableReader):
         self._table.reopen(self._arrays.pages(pages))
 
     def adopt(
-        self, pages: Any, identity: Any = 0, owner: Any = 0, *, owners: Any = 1, fence: Fence | None = None
+        self,
+        pages: Any,
+        identity: Any = 0,
+        owner: Any = 0,
+        *,
+        owners: Any = 1,
+        group: int = 0,
+        fence: Fence | None = None,
     ) -> None:
         pages = self._arrays.pages(pages)
         held = owners if isinstance(owners, int) else torch.as_tensor(owners, device=self.device).to(torch.int32)
@@ -165,6 +172,16 @@ class TensorLedger(TableReader):
     def generations(self, pages: PageArray) -> PageArray:
         generations: PageArray = _host(self._table.generation)[pages]
         return generations
+
+    def applied_generations(self, start: int, stop: int) -> PageArray:
+        return self.generations_between(start, stop)  # state and generation change together, in stream order
+
+    def generations_between(self, start: int, stop: int) -> PageArray:
+        generations: PageArray = _host(self._table.generation[start:stop])
+        return generations
+
+    def group_of(self, pages: PageArray) -> npt.NDArray[np.uint8] | None:
+        return None  # one group a space
 
     def states(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         states: npt.NDArray[np.uint8] = _host(self._table.state[start:stop])

@@ -1,4 +1,4 @@
-"""A run's document as tables for people."""
+"""What `kv_canary.bench` measured, as tables for people."""
 
 from __future__ import annotations
 
