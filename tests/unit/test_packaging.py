@@ -17,7 +17,8 @@ import pytest
 from kv_canary import __version__
 
 REPOSITORY = Path(__file__).parents[2]
-SOURCES = {"kv_canary": REPOSITORY / "daemon", "kv_canary_transformers": REPOSITORY / "adapters"}
+ADAPTERS = ("kv_canary_transformers", "kv_canary_vllm")
+SOURCES = {"kv_canary": REPOSITORY / "daemon"} | dict.fromkeys(ADAPTERS, REPOSITORY / "adapters")
 NOT_SOURCE = (
     *(".git", ".*_cache", ".hypothesis", ".stack", ".venv*", ".whl"),
     *("__pycache__", "*.egg-info", "build", "dist"),
@@ -61,7 +62,7 @@ def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None
         for path in (root / package).rglob("*")
         if path.is_file() and path.parent.name != "__pycache__"
     }
-    assert {"kv_canary/py.typed", "kv_canary_transformers/py.typed"} <= expected
+    assert {f"{package}/py.typed" for package in SOURCES} <= expected
     information = f"kv_canary-{__version__}.dist-info/"
     with ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
@@ -86,6 +87,7 @@ def test_the_wheel_names_its_commands_its_demo_and_its_licence(wheel: Path) -> N
         "console_scripts": {"kv-canary": "kv_canary.cli:main"},
         "kv_canary.bench": {"transformers": "kv_canary_transformers.bench:measure"},
         "kv_canary.demo": {"transformers": "kv_canary_transformers.demo:main"},
+        "vllm.general_plugins": {"kv_canary": "kv_canary_vllm.plugin:register"},
     }
     assert (metadata["Name"], metadata["Version"]) == ("kv-canary", __version__)
     assert metadata["License-Expression"] == "Apache-2.0"
@@ -93,7 +95,7 @@ def test_the_wheel_names_its_commands_its_demo_and_its_licence(wheel: Path) -> N
 
 
 def test_the_wheel_works_without_the_repository(installed: Path) -> None:
-    code = "import kv_canary, kv_canary_transformers as t; print(kv_canary.__file__, t.__file__, sep='\\n')"
+    code = f"import {', '.join(SOURCES)}; print(*(one.__file__ for one in ({', '.join(SOURCES)})), sep='\\n')"
     found = run([sys.executable, "-c", code], installed, PYTHONPATH=str(installed)).splitlines()
     assert [Path(file) for file in found] == [installed / package / "__init__.py" for package in SOURCES]
 
