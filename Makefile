@@ -1,13 +1,12 @@
 # `make` alone lists the targets. PYTHON picks the Python of the virtual environments: make setup PYTHON=python3.12
 PYTHON ?= python3
 OLDEST_TRANSFORMERS := 5.18.0
-STACK_PROGRAMS := prometheus promtool
-STACK_PACKAGES := prometheus
 
 VENV := .venv
 OLDEST := .venv-oldest
+VLLM := .venv-vllm
 
-.PHONY: help setup run test lint test-engines test-stack stack-packages clean
+.PHONY: help setup run test lint test-engines test-stack clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,25 +24,20 @@ lint: setup ## ruff and mypy
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-test-engines: setup $(OLDEST)/.installed ## real engines: the newest transformers, and the oldest supported one in .venv-oldest
+test-engines: setup $(OLDEST)/.installed $(VLLM)/.installed ## real engines: the newest and the oldest transformers, vLLM
 	@echo "transformers, the newest that .venv has:"
 	$(VENV)/bin/python -m pytest -m engines tests/engines
 	@echo "transformers $(OLDEST_TRANSFORMERS):"
 	$(OLDEST)/bin/python -m pytest -m engines tests/engines
+	@echo "vLLM, in $(VLLM):"
+	$(VLLM)/bin/python -m pytest -m engines tests/engines
 
-test-stack: setup stack-packages ## the whole chain with a real Prometheus; installs its Debian package when it is missing
+test-stack: setup ## the whole chain: image, Prometheus, Alertmanager; installs Debian packages that are missing
+	tests/stack/install.sh
 	$(VENV)/bin/python -m pytest -m stack tests/stack
 
-stack-packages:
-	@missing=; for program in $(STACK_PROGRAMS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
-	test -z "$$missing" && exit 0; \
-	if test "$$(id -u)" = 0; then root=; elif command -v sudo >/dev/null; then root=sudo; else root=false; fi; \
-	apt="$$root env DEBIAN_FRONTEND=noninteractive apt-get -qq"; \
-	$$apt update && $$apt install -y --no-install-recommends $(STACK_PACKAGES) || { \
-		echo "missing:$$missing, and apt-get could not install it; as root: apt-get install $(STACK_PACKAGES)" >&2; exit 1; }
-
 clean: ## remove all that make made: caches, build results and the virtual environments
-	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(VLLM) .stack build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find daemon adapters tests -name __pycache__ -exec rm -rf {} +
 
 # One stamp an environment, so that it is installed anew only when what it is made from has changed.
@@ -53,4 +47,8 @@ $(VENV)/.installed $(OLDEST)/.installed: pyproject.toml constraints.txt
 		echo "$(PYTHON) is missing or older than Python 3.11; name another one: make setup PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' $(EXTRA)
+	@touch $@
+
+$(VLLM)/.installed: pyproject.toml tests/engines/vllm/make_env.sh
+	tests/engines/vllm/make_env.sh $(PYTHON) $(@D)
 	@touch $@

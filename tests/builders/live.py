@@ -87,16 +87,21 @@ class Server:
         return sum(values)
 
     def command(self, *arguments: str) -> tuple[int, dict[str, Any], float]:
-        """`kv-canary ... --json`: exit status, document, seconds."""
-        began = time.monotonic()
-        done = subprocess.run(
-            [KV_CANARY, "--url", self.url, *arguments, "--json"],
-            capture_output=True,
-            timeout=60,
-            env=plain_environment(),
-            check=False,
-        )
-        return done.returncode, json.loads(done.stdout), time.monotonic() - began
+        return command(self.url, *arguments)
+
+
+def command(url: str, *arguments: str) -> tuple[int, dict[str, Any], float]:
+    """`kv-canary ... --json`: exit status, document, seconds."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [KV_CANARY, "--url", url, *arguments, "--json"],
+        capture_output=True,
+        timeout=60,
+        env=plain_environment(),
+        check=False,
+    )
+    assert done.stdout, done.stderr.decode()
+    return done.returncode, json.loads(done.stdout), time.monotonic() - began
 
 
 def plain_environment() -> dict[str, str]:
@@ -152,6 +157,10 @@ class Prometheus:
     def targets(self) -> dict[str, dict[str, Any]]:
         """Active targets by job."""
         return {target["labels"]["job"]: target for target in self._ask("/api/v1/targets")["activeTargets"]}
+
+    def rules(self) -> list[dict[str, Any]]:
+        """Groups of rules, with what came of them."""
+        return list(self._ask("/api/v1/rules")["groups"])
 
     def exemplars(self, selector: str) -> list[dict[str, Any]]:
         now = time.time()

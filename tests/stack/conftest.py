@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from builders.containers import Engine, container_engine, why_no_engine
 from builders.live import Prometheus, Server, running_demo, running_prometheus
 
 CONFIG = """
@@ -34,3 +35,12 @@ def prometheus(demo: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     config = CONFIG.format(url=demo.url, target=urlsplit(demo.url).netloc)
     with running_prometheus(tmp_path_factory.mktemp("prometheus"), config) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
+    """A Docker-compatible engine with the project's image in it: minutes, when nothing is built yet."""
+    if missing := why_no_engine():
+        pytest.skip(missing)
+    with container_engine() as running:
+        yield running
