@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from typing import Any
 
 import torch
 
+from kv_canary.bench.engine_runs import Run, against, side
 from kv_canary.bench.engines import EngineRequest
-from kv_canary.bench.timing import median, paired, percentile, spread
 from kv_canary.errors import KVCanaryError
 from kv_canary.settings import Budget, Settings
 from kv_canary.snapshot import Snapshot
@@ -62,17 +61,6 @@ SIZES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One run of the engine over all prompts."""
-
-    tokens_per_second: float
-    step_seconds: tuple[float, ...]
-    hook_seconds_per_step: float
-    read_bytes_per_second: float
-    mismatches: int
-
-
 def measure(request: EngineRequest) -> dict[str, Any]:
     """Runs off, on, off, on ... for each size of model, and returns the document of the engine part."""
     version = check_version()
@@ -105,9 +93,9 @@ def _measure_size(size: Size, request: EngineRequest) -> dict[str, Any]:
         "model": size.name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "new_tokens": size.new_tokens,
-        "off": _side(runs[0]),
+        "off": side(runs[0]),
         "on": [
-            {"budget": str(budget), **_side(runs[index]), **_against(runs[index], runs[0])}
+            {"budget": str(budget), **side(runs[index]), **against(runs[index], runs[0])}
             for index, budget in enumerate(request.budgets, start=1)
         ],
     }
@@ -195,38 +183,3 @@ def _read_bytes(snapshot: Snapshot | None) -> int:
 
 def _mismatches(snapshot: Snapshot | None) -> int:
     return 0 if snapshot is None else sum(sum(group.counters.mismatches.values()) for group in snapshot.groups)
-
-
-def _side(runs: Sequence[Run]) -> dict[str, Any]:
-    """Medians over the runs; a step's median and p99 are taken in each run."""
-    rates = [run.tokens_per_second for run in runs]
-    return {
-        "tokens_per_second": median(rates),
-        "tokens_per_second_runs": rates,
-        "spread": spread(rates),
-        "steps": len(runs[0].step_seconds),
-        "step_median_ms": 1e3 * median([median(run.step_seconds) for run in runs]),
-        "step_p99_ms": 1e3 * median([percentile(run.step_seconds, 0.99) for run in runs]),
-        "hook_us_per_step": 1e6 * median([run.hook_seconds_per_step for run in runs]),
-        "read_bytes_per_second": median([run.read_bytes_per_second for run in runs]),
-        "mismatches": sum(run.mismatches for run in runs),
-    }
-
-
-def _against(on: Sequence[Run], off: Sequence[Run]) -> dict[str, Any]:
-    """Ratios of each round's run to the same round's run without the canary."""
-    ratios = paired([run.tokens_per_second for run in on], [run.tokens_per_second for run in off])
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    return {
-        "throughput_ratio": median(ratios),
-        "throughput_ratio_quartiles": [low, high],
-        "throughput_ratios": ratios,
-        "step_median_ratio": median(
-            paired([median(run.step_seconds) for run in on], [median(run.step_seconds) for run in off])
-        ),
-        "step_p99_ratio": median(
-            paired(
-                [percentile(run.step_seconds, 0.99) for run in on], [percentile(run.step_seconds, 0.99) for run in off]
-            )
-        ),
-    }

@@ -85,7 +85,10 @@ def test_the_wheel_names_its_commands_its_demo_and_its_licence(wheel: Path) -> N
         licence = archive.read(f"{information}/licenses/LICENSE")
     assert {section: dict(points[section]) for section in points.sections()} == {
         "console_scripts": {"kv-canary": "kv_canary.cli:main"},
-        "kv_canary.bench": {"transformers": "kv_canary_transformers.bench:measure"},
+        "kv_canary.bench": {
+            "transformers": "kv_canary_transformers.bench:measure",
+            "vllm": "kv_canary_vllm.bench:measure",
+        },
         "kv_canary.demo": {"transformers": "kv_canary_transformers.demo:main"},
         "vllm.general_plugins": {"kv_canary": "kv_canary_vllm.plugin:register"},
     }
