@@ -17,7 +17,7 @@ run: setup ## the demo: a real engine under traffic, guarded (options: make run 
 	$(VENV)/bin/kv-canary demo $(ARGS)
 
 test: setup ## the unit tests
-	$(VENV)/bin/python -m pytest tests/unit
+	$(VENV)/bin/python -m pytest tests/unit tests/model
 
 lint: setup ## ruff and mypy
 	$(VENV)/bin/ruff check
