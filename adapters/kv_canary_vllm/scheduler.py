@@ -2,53 +2,29 @@
 
 Everything here runs on the scheduler's thread (`Mailbox` is emptied there too), so nothing needs a lock.
 
-When is a block complete? At the beginning of a step, all tokens up to `min(num_computed_tokens, num_tokens)` of a
-request have their KV written by steps that were launched before: `num_computed_tokens` counts what was scheduled (draft
-tokens that were rejected are taken off again; under asynchronous scheduling it is ahead of that), and `num_tokens` are
-the tokens that are known for good, so a position below both was scheduled with its final token. Seals are told ahead of
-the step's own writes; the workers put a fence behind all that was launched before.
+Seals are told ahead of the step's own writes (`requests` says when a block is complete); the workers put a fence behind
+all that was launched before. Claims are told after the writes: a block may be completed in the very step.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from kv_canary.gate import EngineGate
 from kv_canary.hooks import Hooks
-from kv_canary.identity import UNKNOWN_IDENTITY, Prefix, salt_from
-from kv_canary.identity_kernel import compiled_extend_each
+from kv_canary.identity import UNKNOWN_IDENTITY, salt_from
 from kv_canary_vllm.mailbox import Mailbox
 from kv_canary_vllm.modes import GroupMode, engine_refusal, group_mode
-from kv_canary_vllm.tokens import salt_of, tokens_between
+from kv_canary_vllm.requests import Live, Requests
 from kv_canary_vllm.wire import ATTRIBUTE, Event, Message, pages_of
 
 logger = logging.getLogger("kv_canary")
 
 PARTIAL_HITS = "prefix hits inside a block are copied on the workers, which is not modelled"
-
-
-@dataclass(slots=True)
-class _Chain:
-    """The identities at the ends of a request's leading blocks of one size; `sealed` of them are dealt with."""
-
-    prefix: Prefix
-    sealed: int = 0
-    identities: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request that holds blocks. `known` is false when its identities cannot be known."""
-
-    request: Any
-    handle: int
-    known: bool
-    chains: dict[int, _Chain]
-    next_end: int  # tokens after which the next block is complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +49,6 @@ class SchedulerGuard:
         self._hooks = Hooks(self.gate)
         backend = scheduler.vllm_config.parallel_config.distributed_executor_backend
         self._mailbox = Mailbox(outside=backend != "uni")
-        self._extend_each = compiled_extend_each()
         config = scheduler.kv_cache_config
         coordinator = self._cache.coordinator
         self._refusal = engine_refusal(scheduler.vllm_config, config)
@@ -89,15 +64,12 @@ class SchedulerGuard:
             for place, manager in enumerate(coordinator.single_type_managers)
         ]
         self._sizes = sorted({group.manager.block_size for group in self._groups if group.mode.sealed})
+        self._requests = Requests(self._sizes)
         self._step = 0
-        self._handles = 0
         self._tables_wanted = True
         self._listening: set[int] | None = None  # ranks that record; None as long as none has said anything
-        self._live: dict[str, _Live] = {}
-        self._leaving: _Live | None = None  # whose blocks are being given back
-        self._claiming: tuple[_Live, _Group, int] | None = None  # who claims, where, from which block on
-        self._names: dict[int, str] = {}
-        self._gone: list[int] = []
+        self._leaving: Live | None = None  # whose blocks are being given back
+        self._claiming: tuple[Live, _Group, int] | None = None  # who claims, where, from which block on
         self._events: list[Event] = []
         self._tables: list[Event] = []
         self._tables_at = 0  # how many of the step's events the tables know already
@@ -119,7 +91,7 @@ class SchedulerGuard:
             return
         if self.gate.recording:
             self._settle()
-            self._seal_complete(self._live.values())
+            self._seal_complete(self._requests.live.values())
             if self._tables_wanted:
                 self._tables, self._tables_at = self._snapshot(), len(self._events)
         elif self._tables_wanted:
@@ -146,12 +118,11 @@ class SchedulerGuard:
                 message["tables"], self._tables = self._tables, []
                 message["tables_at"] = self._tables_at
                 self._tables_wanted = False
-                self._names.update({live.handle: request_id for request_id, live in self._live.items()})
-            if self._names:
-                message["names"], self._names = self._names, {}
-            if self._gone:
-                message["events"].append(("gone", self._gone))
-                self._gone = []
+                self._requests.name_all()
+            if names := self._requests.take_names():
+                message["names"] = names
+            if gone := self._requests.take_gone():
+                message["events"].append(("gone", gone))
         if self._reactions:
             message["reactions"], self._reactions = self._reactions, []
         setattr(output, ATTRIBUTE, message)
@@ -188,16 +159,14 @@ class SchedulerGuard:
         """Recording begins (again): what was recorded before is worth nothing."""
         self._events.clear()
         self._settle()
-        self._live.clear()
-        self._names.clear()
-        self._gone.clear()
+        self._requests.clear()
         for group in self._groups:
             for request_id in group.manager.req_to_blocks:
                 if (request := self._scheduler.requests.get(request_id)) is not None:
-                    live = self._meet(request)
+                    live = self._requests.meet(request)
                     if group.mode.sealed:
                         size = group.manager.block_size
-                        self._extend(live, size, min(request.num_computed_tokens, request.num_tokens) // size)
+                        self._requests.extend(live, size, min(request.num_computed_tokens, request.num_tokens) // size)
         self._tables, self._tables_at = self._snapshot(), 0
 
     def _snapshot(self) -> list[Event]:
@@ -206,7 +175,7 @@ class SchedulerGuard:
         adopted: set[int] = set()
         for group in self._groups:
             for request_id, blocks in group.manager.req_to_blocks.items():
-                self._adopt(tables, adopted, group, self._live.get(request_id), blocks)
+                self._adopt(tables, adopted, group, self._requests.live.get(request_id), blocks)
         for block in self._pool.blocks:
             if block.is_null or block.block_id in adopted:
                 continue
@@ -218,7 +187,7 @@ class SchedulerGuard:
         return _merged(tables)
 
     def _adopt(
-        self, tables: list[Event], adopted: set[int], group: _Group, live: _Live | None, blocks: Sequence[Any]
+        self, tables: list[Event], adopted: set[int], group: _Group, live: Live | None, blocks: Sequence[Any]
     ) -> None:
         handle = live.handle if live is not None else 0
         chain = live.chains[group.manager.block_size] if live is not None and group.mode.sealed else None
@@ -232,65 +201,11 @@ class SchedulerGuard:
             else:
                 tables.append(("allocate", [([block.block_id], handle, group.place)]))
 
-    # Requests
+    def _seal_complete(self, lives: Iterable[Live]) -> None:
+        for live, size, first, last in self._requests.complete(lives):
+            self._seal(live, size, first, last)
 
-    def _meet(self, request: Any) -> _Live:
-        live = self._live.get(request.request_id)
-        if live is None:
-            self._handles += 1
-            salt = salt_of(request)
-            start = Prefix.empty(salt or 0)
-            live = self._live[request.request_id] = _Live(
-                request,
-                self._handles,
-                salt is not None,
-                {size: _Chain(start) for size in self._sizes},
-                self._sizes[0] if self._sizes else 1 << 62,
-            )
-            self._names[live.handle] = request.request_id
-        return live
-
-    def _extend(self, live: _Live, size: int, blocks: int) -> _Chain:
-        """The chain of one block size, `blocks` blocks long at least; those count as dealt with."""
-        chain = live.chains[size]
-        if blocks > chain.sealed:
-            if live.known:
-                tokens = tokens_between(live.request, chain.sealed * size, blocks * size)
-                chain.prefix, identities = chain.prefix.extended(tokens, size)
-                chain.identities.extend(identities.tolist())
-            chain.sealed = blocks
-        live.next_end = min((one.sealed + 1) * own for own, one in live.chains.items())
-        return chain
-
-    def _seal_complete(self, lives: Iterable[_Live]) -> None:
-        """Tells which blocks are complete now. Decoding requests complete one at a time: those are hashed in one go."""
-        single: dict[int, list[tuple[_Live, list[int]]]] = {}
-        for live in lives:
-            request = live.request
-            if request.num_computed_tokens < live.next_end:
-                continue
-            complete = min(request.num_computed_tokens, request.num_tokens)
-            for size, chain in live.chains.items():
-                first, last = chain.sealed, complete // size
-                if last <= first:
-                    continue
-                if last == first + 1 and live.known:
-                    tokens = tokens_between(request, first * size, last * size)
-                    single.setdefault(size, []).append((live, tokens))
-                else:
-                    self._extend(live, size, last)
-                    self._seal(live, size, first, last)
-        for size, entries in single.items():
-            chains = [live.chains[size] for live, _ in entries]
-            prefixes, identities = self._extend_each([c.prefix for c in chains], [tokens for _, tokens in entries])
-            for (live, _), chain, prefix, identity in zip(entries, chains, prefixes, identities, strict=True):
-                chain.prefix = prefix
-                chain.identities.append(identity)
-                chain.sealed += 1
-                live.next_end = min((one.sealed + 1) * own for own, one in live.chains.items())
-                self._seal(live, size, chain.sealed - 1, chain.sealed)
-
-    def _seal(self, live: _Live, size: int, first: int, last: int) -> None:
+    def _seal(self, live: Live, size: int, first: int, last: int) -> None:
         identities = live.chains[size].identities
         for group in self._groups:
             if not group.mode.sealed or group.manager.block_size != size:
@@ -328,7 +243,7 @@ class SchedulerGuard:
             num_external_computed_tokens: int,
         ) -> None:
             skipped = group.manager.get_num_skipped_tokens(num_local_computed_tokens + num_external_computed_tokens)
-            live = self._meet(self._scheduler.requests[request_id])
+            live = self._requests.meet(self._scheduler.requests[request_id])
             self._claiming = (live, group, skipped // group.manager.block_size)
 
         def claimed(token: None, result: None, *args: Any, **kwargs: Any) -> None:
@@ -383,7 +298,7 @@ class SchedulerGuard:
         fresh += zip(cached.req_ids, cached.new_block_ids, strict=True)
         for request_id, tables in fresh:
             if tables is not None:
-                handle = self._meet(self._scheduler.requests[request_id]).handle
+                handle = self._requests.meet(self._scheduler.requests[request_id]).handle
                 shared = claimed.get(handle, ())
                 for place, pages in enumerate(tables):
                     owners.update({page: (handle, place) for page in pages if page not in shared})
@@ -406,7 +321,7 @@ class SchedulerGuard:
             if count == 1 and stop % smallest > 1:
                 continue
             start = stop - count
-            live = self._meet(request)
+            live = self._requests.meet(request)
             for group in sealed:
                 size = group.manager.block_size
                 if count == 1 and stop % size > 1:
@@ -419,7 +334,7 @@ class SchedulerGuard:
             self._events.append(("write", pages, owners))
 
     def _ending(self, request: Any) -> None:
-        live = self._live.get(request.request_id)
+        live = self._requests.live.get(request.request_id)
         if live is not None:
             self._seal_complete((live,))
         self._leaving = live
@@ -427,8 +342,7 @@ class SchedulerGuard:
     def _ended(self, token: None, result: Any, request: Any) -> None:
         live, self._leaving = self._leaving, None
         if live is not None:
-            self._live.pop(request.request_id, None)
-            self._gone.append(live.handle)
+            self._requests.leave(live)
 
     def _blocks_given(self, token: None, result: list[Any], *args: Any, **kwargs: Any) -> None:
         if result:
@@ -446,7 +360,7 @@ class SchedulerGuard:
             live, group, first = self._claiming
             handle = live.handle
             if group.mode.sealed:
-                chain = self._extend(live, group.manager.block_size, first + len(blocks))
+                chain = self._requests.extend(live, group.manager.block_size, first + len(blocks))
                 if chain.identities:
                     identities = [
                         group.identity(chain.identities[index])
