@@ -112,9 +112,9 @@ class SchedulerGuard:
             message["failed"] = ("mode", self._refusal)
         elif self.gate.failure is not None:
             message["failed"] = self.gate.failure
-        else:
+        elif self.gate.recording:
             message["events"], self._events = self._events, []
-            if self._tables_wanted and self.gate.recording:
+            if self._tables_wanted:
                 message["tables"], self._tables = self._tables, []
                 message["tables_at"] = self._tables_at
                 self._tables_wanted = False

@@ -5,7 +5,7 @@ the server would go down.
 
     {"step": 17, "mailbox": "kv-canary-...",          counts up by one; where to ask
      "names": {3: "cmpl-..."},                        request names of new owner handles
-     "events": [("allocate", [([5, 6], 3, 0)]), ...], in the order in which they happened
+     "events": [("allocate", [([5, 6], 3, 0)]), ...], in order of time; absent while none are recorded
      "tables": [...], "tables_at": 2,                 events that tell every page's state, only when asked for; they
                                                       stand for the first two of the events
      "reactions": [(0, "inc-000001", "..."), ...],    what came of quarantines: rank, incident, text

@@ -183,8 +183,8 @@ class WorkerGuard:
         self._replay.learn(message.get("names", {}))
         missed = message["step"] != self._last_step + 1
         self._last_step = message["step"]
-        if missed and gate.recording:
-            gate.forget()  # events were lost
+        if gate.recording and (missed or "events" not in message):
+            gate.forget()  # events were lost, or nobody records them
         recorded = gate.recording
         gate.step(self, message.get("tables"))
         if gate.recording and "events" in message:

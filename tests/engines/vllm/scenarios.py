@@ -380,6 +380,8 @@ def switches(model: Path) -> Outcome:
         guard.sidecar.submit(SetEnabled(enabled=True)).result(10)
 
     under_load(off_and_on)
+    # a scheduler that stops recording without being asked by this worker: the worker notices and asks again
+    under_load(lambda: scheduler._kv_canary.gate.close())
     outcome["on"] = [guard.gate.recording, scheduler._kv_canary.gate.recording]
     outcome["unknown"] = guard.sidecar.settle().groups[0].pages["unknown"]
     under_load(lambda: outcome.update(reset=llm.reset_prefix_cache(reset_running_requests=True)))
