@@ -15,7 +15,17 @@ from functools import partial
 from typing import Any
 
 from kv_canary.clock import Clock
-from kv_canary.commands import Command, PatchSettings, RequestDrill, RequestSweep, SetEnabled, SetGroupEnabled
+from kv_canary.commands import (
+    Command,
+    Look,
+    LookAtPage,
+    MapPages,
+    PatchSettings,
+    RequestDrill,
+    RequestSweep,
+    SetEnabled,
+    SetGroupEnabled,
+)
 from kv_canary.drills import Drills
 from kv_canary.errors import ConflictError, KVCanaryError, NotFoundError
 from kv_canary.fingerprint.table import FingerprintTable
@@ -24,11 +34,12 @@ from kv_canary.geometry import CanaryGroup
 from kv_canary.guard import GroupGuard, Space
 from kv_canary.incidents import IncidentLog
 from kv_canary.ledger import Ledger
+from kv_canary.page_map import PageMapper
 from kv_canary.publisher import Errors, Publisher, Subject
 from kv_canary.reporter import Reporter
 from kv_canary.scrubber import Scrubber
 from kv_canary.settings import Settings
-from kv_canary.snapshot import SidecarState, Snapshot, UncoveredBuffer
+from kv_canary.snapshot import PageDetails, PageMap, SidecarState, Snapshot, UncoveredBuffer
 from kv_canary.suspension import Suspension
 from kv_canary.verifier import Verifier
 from kv_canary.worker import SpaceWorker
@@ -92,6 +103,9 @@ class Canary:
             suspension=self.suspension,
             time=clock.time,
             breathe=self._breathe,
+        )
+        self._mapper = PageMapper(
+            incidents=self._incidents, suspension=self.suspension, time=clock.time, breathe=self._breathe
         )
         self._next_publish = 0.0
         self._sweep_count = 0
@@ -201,6 +215,8 @@ class Canary:
         return self._reporter.finding(guard, finding)
 
     def obey(self, command: Command) -> Any:
+        if isinstance(command, MapPages | LookAtPage):
+            return self.look(command)
         answer: Any = None
         match command:
             case SetEnabled(enabled=enabled):
@@ -232,6 +248,14 @@ class Canary:
                 )
         self.snapshot = self._build()  # whoever asked finds the outcome in the very next snapshot
         return answer
+
+    def look(self, command: Look) -> PageMap | PageDetails:
+        """What a command that changes nothing asks for."""
+        self._piece_started = time.perf_counter()
+        guard, deadline = self._guard(command.group), self.settings.sweep_deadline
+        if isinstance(command, LookAtPage):
+            return self._mapper.details(guard, command.page)
+        return self._mapper.map(guard, deadline)
 
     def _set_enabled(self, enabled: bool) -> None:
         if enabled == self._enabled and not any(gate.failure for gate in self._gates):
@@ -323,6 +347,7 @@ class Canary:
         if gate in self._gates:
             self._gates.remove(gate)
         self._scrubber.drop_background()
+        self._mapper.forget()
         if not self._guards and self._enabled:
             self._state, self._reason = "waiting", "no pool is attached"
         self.snapshot = self._build()

@@ -55,7 +55,25 @@ class RequestDrill:
     alert: bool = False
 
 
-Command = SetEnabled | SetGroupEnabled | PatchSettings | RequestSweep | RequestDrill
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapPages:
+    """The state of all pages of a group. Answer: the `PageMap`; `NotFoundError` for an unknown group."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookAtPage:
+    """One page. Answer: the `PageDetails`; `NotFoundError` for an unknown group or page."""
+
+    group: str
+    page: int
+
+
+Look = MapPages | LookAtPage
+"""A command that changes nothing: no snapshot follows it."""
+
+Command = SetEnabled | SetGroupEnabled | PatchSettings | RequestSweep | RequestDrill | Look
 
 
 class Control(Protocol):

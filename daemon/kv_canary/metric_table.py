@@ -8,7 +8,7 @@ event from `increase()`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal
 
@@ -26,6 +26,16 @@ from kv_canary.snapshot import (
     Snapshot,
 )
 
+OPEN_LABELS: Mapping[str, str] = {
+    "group": "the name of a canary group, as in `/v1/groups`",
+    "version": "the version of KV Canary",
+    "engine": "the engine's name",
+    "engine_version": "the engine's version",
+    "device": "where the pool lives, such as `cuda:0`",
+}
+"""Labels whose values come from the server; there are as many of them as it has groups."""
+
+MEMORY_KINDS = ("ledger", "fingerprints")
 KERNELS = ("seal", "sweep", "confirm", "claim", "drill")
 HOOK_EVENTS = ("allocate", "write", "seal", "claim", "reopen", "adopt", "release", "free", "move", "forget", "step")
 ERROR_COMPONENTS = ("hook", "ledger", "scrubber", "sealer", "drill", "incident_log", "http", "thread", "reaction")
@@ -53,6 +63,10 @@ class MetricSpec:
     labels: Labels
     help: str
     points: Callable[[Snapshot], Iterable[Point]]
+    example: str
+    """A query that a person would ask."""
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The closed sets: what a label can be. Labels that are not in here are in `OPEN_LABELS`."""
 
 
 def _one(read: Callable[[Snapshot], float]) -> Callable[[Snapshot], Iterator[Point]]:
@@ -151,20 +165,52 @@ def _drills(snapshot: Snapshot) -> Iterator[Point]:
 
 
 def _spec(
-    name: str, type: MetricType, labels: str, help: str, points: Callable[[Snapshot], Iterable[Point]]
+    name: str,
+    type: MetricType,
+    labels: str,
+    help: str,
+    points: Callable[[Snapshot], Iterable[Point]],
+    example: str,
+    **values: tuple[str, ...],
 ) -> MetricSpec:
-    return MetricSpec(name="kv_canary_" + name, type=type, labels=tuple(labels.split()), help=help, points=points)
+    return MetricSpec(
+        name="kv_canary_" + name,
+        type=type,
+        labels=tuple(labels.split()),
+        help=help,
+        points=points,
+        example=example,
+        values=values,
+    )
 
 
 METRICS: tuple[MetricSpec, ...] = (
-    _spec("build_info", "gauge", "version engine engine_version device", "What runs here; always 1.", _build_info),
-    _spec("enabled", "gauge", "group", "1 while the master switch and the group's own switch are on.", _enabled),
+    _spec(
+        "build_info",
+        "gauge",
+        "version engine engine_version device",
+        "What runs here; always 1.",
+        _build_info,
+        "count by (version, engine, engine_version) (kv_canary_build_info)",
+    ),
+    _spec(
+        "enabled",
+        "gauge",
+        "group",
+        "1 while the master switch and the group's own switch are on.",
+        _enabled,
+        "kv_canary_enabled == 0",
+    ),
     _spec(
         "mismatches_total",
         "counter",
         "group check persistence source",
         "Checks that failed and were confirmed. source=drill counts only drills posted with alert.",
         _mismatches,
+        'increase(kv_canary_mismatches_total{source="real"}[5m]) > 0',
+        check=CHECKS,
+        persistence=PERSISTENCES,
+        source=SOURCES,
     ),
     _spec(
         "read_bytes_total",
@@ -172,6 +218,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "group purpose",
         "Bytes of the KV cache that the canary read, by purpose.",
         _each_group_and(PURPOSES, lambda group: group.counters.read_bytes),
+        "sum by (purpose) (rate(kv_canary_read_bytes_total[5m]))",
+        purpose=PURPOSES,
     ),
     _spec(
         "verified_pages_total",
@@ -179,22 +227,41 @@ METRICS: tuple[MetricSpec, ...] = (
         "group",
         "Pages whose bytes were compared with their fingerprint.",
         _each_group(lambda group: group.counters.verified_pages),
+        "rate(kv_canary_verified_pages_total[5m])",
     ),
-    _spec("pages", "gauge", "group state", "Pages by state.", _each_group_and(PAGE_STATES, lambda group: group.pages)),
+    _spec(
+        "pages",
+        "gauge",
+        "group state",
+        "Pages by state.",
+        _each_group_and(PAGE_STATES, lambda group: group.pages),
+        'kv_canary_pages{state="unknown"} / ignoring(state) group_left sum without (state) (kv_canary_pages)',
+        state=PAGE_STATES,
+    ),
     _spec(
         "sweeps_total",
         "counter",
         "group result",
         "Passes over all sealed pages of a group.",
         _each_group_and(SWEEP_RESULTS, lambda group: group.counters.sweeps),
+        "sum by (result) (increase(kv_canary_sweeps_total[1h]))",
+        result=SWEEP_RESULTS,
     ),
-    _spec("sweep_duration_seconds", "histogram", "group", "Duration of a whole pass over a group.", _sweep_durations),
+    _spec(
+        "sweep_duration_seconds",
+        "histogram",
+        "group",
+        "Duration of a whole pass over a group.",
+        _sweep_durations,
+        "histogram_quantile(0.95, sum by (le) (rate(kv_canary_sweep_duration_seconds_bucket[1h])))",
+    ),
     _spec(
         "last_sweep_timestamp_seconds",
         "gauge",
         "group",
         "When the last whole pass ended, seconds since 1970; 0 before the first.",
         _each_group(lambda group: group.sweep.last_finished_at or 0),
+        "time() - kv_canary_last_sweep_timestamp_seconds",
     ),
     _spec(
         "oldest_verification_age_seconds",
@@ -202,6 +269,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "group",
         "Age of the oldest last verification among sealed pages.",
         _each_group(lambda group: group.oldest_verification_age_seconds),
+        "max(kv_canary_oldest_verification_age_seconds)",
     ),
     _spec(
         "superseded_total",
@@ -209,6 +277,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "group",
         "Results dropped because the page was legitimately rewritten during the read.",
         _each_group(lambda group: group.counters.superseded),
+        "rate(kv_canary_superseded_total[5m]) / rate(kv_canary_verified_pages_total[5m])",
     ),
     _spec(
         "kernel_seconds_total",
@@ -216,6 +285,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "kernel",
         "Device seconds in the canary's kernels.",
         _keyed(KERNELS, lambda snapshot: snapshot.kernel_seconds),
+        "sum(rate(kv_canary_kernel_seconds_total[5m]))",
+        kernel=KERNELS,
     ),
     _spec(
         "hook_seconds_total",
@@ -223,6 +294,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "event",
         "Seconds that the canary's hooks took on the engine's thread.",
         _keyed(HOOK_EVENTS, lambda snapshot: snapshot.hook_seconds),
+        "sum(rate(kv_canary_hook_seconds_total[5m]))",
+        event=HOOK_EVENTS,
     ),
     _spec(
         "errors_total",
@@ -230,14 +303,26 @@ METRICS: tuple[MetricSpec, ...] = (
         "component",
         "Errors inside the canary; the engine goes on.",
         _keyed(ERROR_COMPONENTS, lambda snapshot: snapshot.errors),
+        "sum by (component) (increase(kv_canary_errors_total[15m])) > 0",
+        component=ERROR_COMPONENTS,
     ),
-    _spec("drills_total", "counter", "kind result", "Drills, the automatic ones included, by how they ended.", _drills),
+    _spec(
+        "drills_total",
+        "counter",
+        "kind result",
+        "Drills, the automatic ones included, by how they ended.",
+        _drills,
+        'increase(kv_canary_drills_total{result="detected"}[30m]) == 0',
+        kind=DRILL_KINDS,
+        result=DRILL_RESULTS,
+    ),
     _spec(
         "last_tick_timestamp_seconds",
         "gauge",
         "",
         "When the canary thread last went round, seconds since 1970.",
         _one(lambda snapshot: snapshot.tick_at),
+        "time() - kv_canary_last_tick_timestamp_seconds > 60",
     ),
     _spec(
         "budget_bytes_per_second",
@@ -245,13 +330,23 @@ METRICS: tuple[MetricSpec, ...] = (
         "",
         "Read budget of background sweeps; 0 when they are off.",
         _one(lambda snapshot: snapshot.budget_bytes_per_second),
+        "kv_canary_budget_bytes_per_second == 0",
     ),
-    _spec("memory_bytes", "gauge", "kind", "Memory that the canary holds.", _keyed((), lambda it: it.memory_bytes)),
+    _spec(
+        "memory_bytes",
+        "gauge",
+        "kind",
+        "Memory that the canary holds.",
+        _keyed((), lambda it: it.memory_bytes),
+        "sum by (instance) (kv_canary_memory_bytes)",
+        kind=MEMORY_KINDS,
+    ),
     _spec(
         "uncovered_buffers",
         "gauge",
         "group",
         "Tensors that are not checked; an empty group is what belongs to no group. /v1/status lists them with reasons.",
         _uncovered,
+        "sum by (instance) (kv_canary_uncovered_buffers) > 0",
     ),
 )

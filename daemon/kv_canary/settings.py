@@ -89,7 +89,15 @@ def parse_budget(key: str, value: object) -> Budget:
     raise SettingsError(key, value, BUDGET_ALLOWED)
 
 
-def _boolean(key: str, value: object) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a setting takes: the words for it, and how it is read. `parse` raises `SettingsError` with those words."""
+
+    allowed: str
+    parse: Callable[[str, object], Any]
+
+
+def _read_boolean(key: str, value: object) -> bool:
     if isinstance(value, bool):
         return value
     text = str(value).strip().lower()
@@ -100,9 +108,9 @@ def _boolean(key: str, value: object) -> bool:
     raise SettingsError(key, value, "on or off")
 
 
-def _number(low: float, high: float, *, low_open: bool = False, whole: bool = False) -> Callable[[str, object], Any]:
+def _number(low: float, high: float, *, low_open: bool = False, whole: bool = False) -> _Kind:
     kind = "a whole number" if whole else "a number"
-    allowed = f"{kind} {'above' if low_open else 'from'} {low:g} {'and up' if low_open else ''} to {high:g}".replace(
+    allowed = f"{kind} {'above' if low_open else 'from'} {low:g} {'and up' if low_open else ''} to {high:.15g}".replace(
         "  ", " "
     )
 
@@ -119,32 +127,34 @@ def _number(low: float, high: float, *, low_open: bool = False, whole: bool = Fa
             raise SettingsError(key, value, allowed)
         return number
 
-    return parse
+    return _Kind(allowed, parse)
 
 
-def _choice(*choices: str) -> Callable[[str, object], str]:
+def _choice(*choices: str) -> _Kind:
+    allowed = ", ".join(choices)
+
     def parse(key: str, value: object) -> str:
         text = value.strip().lower() if isinstance(value, str) else value
         if text in choices:
             return str(text)
-        raise SettingsError(key, value, ", ".join(choices))
+        raise SettingsError(key, value, allowed)
 
-    return parse
+    return _Kind(allowed, parse)
 
 
-def _text(key: str, value: object) -> str:
+def _read_text(key: str, value: object) -> str:
     if isinstance(value, str) and value.strip():
         return value.strip()
     raise SettingsError(key, value, "a text that is not empty")
 
 
-def _text_or_nothing(key: str, value: object) -> str:
+def _read_text_or_nothing(key: str, value: object) -> str:
     if isinstance(value, str):
         return value.strip()
     raise SettingsError(key, value, "a text")
 
 
-def _optional_path(key: str, value: object) -> Path | None:
+def _read_optional_path(key: str, value: object) -> Path | None:
     if value is None or isinstance(value, Path):
         return value
     if isinstance(value, str):
@@ -152,8 +162,16 @@ def _optional_path(key: str, value: object) -> Path | None:
     raise SettingsError(key, value, "a path")
 
 
-def _setting(default: Any, parse: Callable[[str, object], Any], help: str, *, live: bool = False) -> Any:
-    return field(default=default, metadata={"parse": parse, "help": help, "live": live})
+_BOOLEAN = _Kind("on or off", _read_boolean)
+_TEXT = _Kind("a text that is not empty", _read_text)
+_TEXT_OR_NOTHING = _Kind("a text", _read_text_or_nothing)
+_OPTIONAL_PATH = _Kind("a path", _read_optional_path)
+_BUDGET = _Kind(BUDGET_ALLOWED, parse_budget)
+
+
+def _setting(default: Any, kind: _Kind, help: str, *, live: bool = False) -> Any:
+    metadata = {"parse": kind.parse, "allowed": kind.allowed, "help": help, "live": live}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,24 +181,24 @@ class Settings:
     Build one with `from_environment`, `from_mapping`, or by keyword with values of the right type.
     """
 
-    enabled: bool = _setting(False, _boolean, "Guard this server. Set by `KV_CANARY=on`; unset, no hook is installed.")
-    host: str = _setting("127.0.0.1", _text, "Address that the HTTP server binds.")
+    enabled: bool = _setting(False, _BOOLEAN, "Guard this server. Set by `KV_CANARY=on`; unset, no hook is installed.")
+    host: str = _setting("127.0.0.1", _TEXT, "Address that the HTTP server binds.")
     port: int = _setting(
         DEFAULT_PORT,
         _number(0, 65535, whole=True),
-        "Port of local rank 0; rank r takes port + r. 0 takes any free port.",
+        "Port of local rank 0; rank r takes port + r, or the next free one. 0 takes any free port.",
     )
     token_file: Path | None = _setting(
-        None, _optional_path, "File that holds the bearer token for writes. Re-read for every write."
+        None, _OPTIONAL_PATH, "File that holds the bearer token for writes. Re-read for every write."
     )
     allowed_hosts: str = _setting(
         "",
-        _text_or_nothing,
+        _TEXT_OR_NOTHING,
         "More host names, comma separated, that the Host header may carry; * for any.",
     )
     budget: Budget = _setting(
         Budget(share=0.01),
-        parse_budget,
+        _BUDGET,
         "Read budget of background sweeps: a rate, a share of the read bandwidth, or off.",
         live=True,
     )
@@ -194,16 +212,20 @@ class Settings:
         600.0, _number(1, 86400), "Seconds between two automatic fingerprint drills.", live=True
     )
     on_mismatch: OnMismatch = _setting(
-        "log", _choice("log", "quarantine", "raise"), "What a confirmed mismatch leads to.", live=True
+        "log",
+        _choice("log", "quarantine", "raise"),
+        "What a confirmed mismatch leads to: a log line, and besides the page leaves the prefix cache (quarantine) or "
+        "the engine's next step fails (raise).",
+        live=True,
     )
     coverage: Coverage = _setting(
         "all",
         _choice("none", "partial", "all"),
-        "Bytes of a page that are checked; partial is the first 16 of each token's row.",
+        "Bytes of a page that are checked; partial is the first 16 of each token's row, none only follows who owns it.",
     )
-    allow_content_drills: bool = _setting(False, _boolean, "Allow drills that flip a real byte of the cache.")
+    allow_content_drills: bool = _setting(False, _BOOLEAN, "Allow drills that flip a real byte of the cache.")
     incident_capacity: int = _setting(1000, _number(1, 100_000, whole=True), "Incidents kept in memory.")
-    incident_log: Path | None = _setting(None, _optional_path, "JSON Lines file that every incident is appended to.")
+    incident_log: Path | None = _setting(None, _OPTIONAL_PATH, "JSON Lines file that every incident is appended to.")
     incident_log_bytes: int = _setting(
         16 << 20, _number(4096, 1 << 40, whole=True), "Size at which the incident log is rotated."
     )
@@ -235,7 +257,7 @@ class Settings:
         changes: dict[str, Any] = {}
         for variable, value in environment.items():
             if variable == "KV_CANARY":
-                changes["enabled"] = _boolean(variable, value)
+                changes["enabled"] = _read_boolean(variable, value)
             elif variable.startswith(PREFIX) and variable != PREFIX + "CONFIG":
                 key = variable.removeprefix(PREFIX).lower()
                 if key not in parsers:

@@ -24,7 +24,7 @@ import numpy as np
 
 from kv_canary.canary import NAP_SECONDS, TICK_SECONDS, Canary
 from kv_canary.clock import Clock, SystemClock
-from kv_canary.commands import Command
+from kv_canary.commands import Command, LookAtPage, MapPages
 from kv_canary.errors import ConflictError, SettingsError
 from kv_canary.fingerprint.backends import open_table
 from kv_canary.fingerprint.table import FingerprintTable
@@ -58,7 +58,7 @@ class Sidecar:
     ) -> None:
         self._settings = settings or Settings.from_environment()
         self._rank = rank
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any], bool] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._undo: list[Callable[[], None]] = []
@@ -77,7 +77,7 @@ class Sidecar:
 
     def submit(self, command: Command) -> Future[Any]:
         """Hands a command to the canary thread; never blocks. The future fails with what refused it."""
-        return self._call(lambda: self._canary.obey(command))
+        return self._call(lambda: self._canary.obey(command), changes=not isinstance(command, MapPages | LookAtPage))
 
     def note_error(self, component: str, error: BaseException) -> None:
         """Counts and logs a failure of something around the canary (the HTTP server, an adapter)."""
@@ -185,7 +185,8 @@ class Sidecar:
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _call(self, action: Callable[[], Any], *, wait: bool = False) -> Future[Any]:
+    def _call(self, action: Callable[[], Any], *, wait: bool = False, changes: bool = True) -> Future[Any]:
+        """Has the canary thread carry out `action`. One that changes something has the next tick publish it."""
         future: Future[Any] = Future()
         if self._thread is None or self._thread is threading.current_thread():
             _settle(action, future)
@@ -195,7 +196,7 @@ class Sidecar:
                 ConflictError(f"the canary thread has ended: {self._canary.snapshot.reason or 'stopped'}")
             )
         else:
-            self._calls.put((action, future))
+            self._calls.put((action, future, changes))
             if wait:
                 future.result(timeout=30)
         return future
@@ -223,8 +224,10 @@ class Sidecar:
             call = self._calls.get(timeout=max(NAP_SECONDS, delay))
             while True:
                 if call is not None:
-                    _settle(*call)
-                    self._canary.publish_soon()
+                    action, future, changes = call
+                    _settle(action, future)
+                    if changes:
+                        self._canary.publish_soon()
                 call = self._calls.get_nowait()
         except queue.Empty:
             return

@@ -177,6 +177,45 @@ class GroupSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageMap:
+    """Every page of a group at one moment, one byte a cell of `pages_per_cell` pages in a row.
+
+    A byte holds the age class in bits 0 to 2, the state's place in `states` in bits 3 to 5, and two flags: 64, an
+    incident of a drill names a page of the cell; 128, one that is no drill's does. The larger byte is the worse page,
+    and a cell shows its worst. An age class is how many of `age_bounds_seconds` have passed since the page was last
+    seen good; 7 is a page that is not verified now. `counts` are pages by state and age class, the last entry of each
+    being those without an age.
+    """
+
+    group: str
+    built_at: float
+    first_page: int
+    pages: int
+    pages_per_cell: int
+    states: tuple[str, ...]
+    age_bounds_seconds: tuple[float, ...]
+    counts: Mapping[str, tuple[int, ...]]
+    mismatched_pages: int
+    drilled_pages: int
+    cells: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageDetails:
+    """One page at one moment. `age_seconds` is None while the page is not verified."""
+
+    group: str
+    page: int
+    state: str
+    generation: int
+    owner: str | None
+    previous_owner: str | None
+    owners: int
+    changed_step: int
+    age_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """The whole sidecar at one moment."""
 

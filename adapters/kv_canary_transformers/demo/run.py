@@ -80,7 +80,7 @@ def _announce(options: Options, url: str | None) -> None:
     if url is None:
         print("pages are being verified (no HTTP port could be had, see the log)", flush=True)
     else:
-        print(f"status   {url}/v1/status\nmetrics  {url}/metrics\ntry      kv-canary --url {url} status", flush=True)
+        print(f"page     {url}/\nmetrics  {url}/metrics\ntry      kv-canary --url {url} status", flush=True)
     if options.ready_file is not None:
         write_json(options.ready_file, {"url": url, "pid": os.getpid()})
 

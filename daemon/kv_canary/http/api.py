@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from kv_canary._version import __version__
 from kv_canary.clock import Clock, SystemClock
 from kv_canary.commands import Control
+from kv_canary.http.pages import add_page_routes
 from kv_canary.http.probes import add_probe_routes
 from kv_canary.http.problems import as_problem_media_type, install_problem_handlers
 from kv_canary.http.reads import add_read_routes
@@ -76,5 +77,6 @@ def build_app(
     add_probe_routes(app, control, clock or SystemClock(), targets)
     add_stream_route(app, control, stream_timing or StreamTiming())
     add_read_routes(app, control)
+    add_page_routes(app, control, command_timeout_seconds)
     add_write_routes(app, control, command_timeout_seconds)
     return app

@@ -184,6 +184,31 @@ class IncidentsAnswer(_Answer):
     total: int = Field(description="Incidents since the start, those included that are no longer kept.")
 
 
+class PageMapAnswer(_Answer):
+    """Every page of a group at one moment, one byte a cell. The larger byte is the worse page; a cell shows its worst.
+
+    Bits 0 to 2 are the age class: how many of `age_bounds_seconds` have passed since the page was last seen good, or 7
+    for a page that is not verified now. Bits 3 to 5 are the state's place in `states`. 64: an incident of a drill names
+    a page of the cell. 128: an incident that is no drill's names a page of the cell.
+    """
+
+    group: str
+    built_at: float = Field(description="Seconds since 1970.")
+    first_page: int = Field(description="The number of the first page of the first cell.")
+    pages: int
+    pages_per_cell: int = Field(description="Pages in a row that share a cell; the last cell may have fewer.")
+    states: list[str] = Field(
+        description="From harmless to worst; `elsewhere` is a page that another group of the same memory holds now."
+    )
+    age_bounds_seconds: list[float]
+    counts: dict[str, list[int]] = Field(
+        description="Pages by state and age class; the last entry counts those that are not verified now."
+    )
+    mismatched_pages: int = Field(description="Pages that an incident which is kept, and is no drill's, names.")
+    drilled_pages: int = Field(description="Pages that an incident of a drill names.")
+    cells: str = Field(description="The bytes, in base64; 65,536 at most.")
+
+
 class TargetGroup(_Answer):
     """One entry of a Prometheus http_sd list."""
 

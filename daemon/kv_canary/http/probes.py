@@ -1,4 +1,4 @@
-"""What machines poll: metrics, health, readiness and scrape targets, and the plain page for a person at `/`.
+"""What machines poll: metrics, health, readiness and scrape targets, and the page for a person at `/`.
 
 Runs on the HTTP thread; every answer comes from one snapshot.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from html import escape
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,14 +15,15 @@ from fastapi.responses import HTMLResponse
 
 from kv_canary.clock import Clock
 from kv_canary.commands import Control
+from kv_canary.http.hosts import host_name, is_wildcard
 from kv_canary.http.models import HealthAnswer, TargetGroup
+from kv_canary.http.page import status_page
 from kv_canary.http.problems import ProblemError, reads
 from kv_canary.metrics import metrics_registry
 from kv_canary.snapshot import Snapshot
 
 TICK_LIMIT_SECONDS = 10.0
 METRICS_TYPES = ("text/plain", "application/openmetrics-text")
-LINKS = ("status", "groups", "incidents", "sweeps", "drills", "settings")
 
 _TEXTS: dict[int | str, dict[str, Any]] = {
     200: {"content": {media_type: {"schema": {"type": "string"}} for media_type in METRICS_TYPES}}
@@ -34,6 +34,7 @@ def add_probe_routes(app: FastAPI, control: Control, clock: Clock, targets: Call
     from prometheus_client.exposition import choose_encoder
 
     registry = metrics_registry(control.snapshot)
+    status_document = status_page()
 
     @app.get("/metrics", response_class=Response, responses=reads() | _TEXTS, tags=["probes"])
     async def metrics(request: Request) -> Response:
@@ -58,15 +59,18 @@ def add_probe_routes(app: FastAPI, control: Control, clock: Clock, targets: Call
         return HealthAnswer(state=snapshot.state)
 
     @app.get("/v1/targets", responses=reads(), tags=["probes"])
-    async def list_targets() -> list[TargetGroup]:
-        """The sidecars of all local ranks, for Prometheus http_sd."""
+    async def list_targets(request: Request) -> list[TargetGroup]:
+        """The sidecars of all local ranks, for Prometheus http_sd; where they listen on every address, by the name that
+        this request was sent to.
+        """
         found = await asyncio.to_thread(targets) if targets is not None else _own_target(control.snapshot())
-        return [TargetGroup(targets=found, labels={})] if found else []
+        seen = [_as_seen(target, request.headers["host"]) for target in found]
+        return [TargetGroup(targets=seen, labels={})] if seen else []
 
     @app.get("/", response_class=HTMLResponse, responses=reads(), tags=["probes"])
     async def page() -> HTMLResponse:
-        """The state in words, and where to read on."""
-        return HTMLResponse(_page(control.snapshot()))
+        """The status page: one document for a person, live over this API."""
+        return HTMLResponse(status_document.html, headers=status_document.headers)
 
 
 def why_not_healthy(snapshot: Snapshot, now: float) -> str | None:
@@ -90,20 +94,10 @@ def _own_target(snapshot: Snapshot) -> list[str]:
     return [urlsplit(snapshot.url).netloc] if snapshot.url else []
 
 
-def _page(snapshot: Snapshot) -> str:
-    """Needs nothing from elsewhere and runs no script: the strictest content policy holds."""
-    reason = f": {snapshot.reason}" if snapshot.reason else ""
-    facts = (
-        f"{snapshot.engine} {snapshot.engine_version} on {snapshot.device}, rank {snapshot.rank}, pid {snapshot.pid}",
-        f"state: {snapshot.state}{reason}; switched {'on' if snapshot.enabled else 'off'}",
-        *(f"group {group.name} ({group.kind}): {'on' if group.enabled else 'off'}" for group in snapshot.groups),
-        f"incidents since the start: {snapshot.incidents_total}",
-    )
-    lines = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
-    paths = (*(f"/v1/{link}" for link in LINKS), "/metrics", "/openapi.json")
-    links = "".join(f'<li><a href="{path}">{path}</a></li>' for path in paths)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>KV Canary</title></head>'
-        f"<body><h1>KV Canary {escape(snapshot.version)}</h1><ul>{lines}</ul>"
-        f"<h2>Read on</h2><ul>{links}</ul></body></html>"
-    )
+def _as_seen(target: str, host_header: str) -> str:
+    """`0.0.0.0:10471` asked for under `gpu7:10470` is `gpu7:10471`."""
+    host, _, port = target.rpartition(":")
+    asked = host_name(host_header)
+    if asked is None or not is_wildcard(host.strip("[]")):
+        return target
+    return f"[{asked}]:{port}" if ":" in asked else f"{asked}:{port}"

@@ -65,11 +65,16 @@ def add_read_routes(app: FastAPI, control: Control) -> None:
     @app.get("/v1/incidents", responses=reads(404, 422), tags=["incidents"])
     async def incidents(
         after: Annotated[str, Query(description="Only incidents later than the one of this id.")] = "",
-        limit: Annotated[int, Query(ge=1, le=PAGE_LIMIT)] = PAGE_DEFAULT,
+        limit: Annotated[
+            int, Query(ge=1, le=PAGE_LIMIT, description="How many incidents one answer has at most.")
+        ] = PAGE_DEFAULT,
+        newest: Annotated[bool, Query(description="The newest ones that there are, instead of the oldest.")] = False,
     ) -> IncidentsAnswer:
         """Incidents that are kept, the oldest first; `next` leads to the following page."""
         snapshot = control.snapshot()
         start = snapshot.incidents.index(find_incident(snapshot, after)) + 1 if after else 0
+        if newest:
+            start = max(start, len(snapshot.incidents) - limit)
         page = snapshot.incidents[start : start + limit]
         more = start + limit < len(snapshot.incidents)
         return IncidentsAnswer(incidents=list(page), next=page[-1].id if more else None, total=snapshot.incidents_total)

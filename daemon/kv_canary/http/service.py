@@ -13,7 +13,7 @@ from kv_canary.settings import Settings
 
 logger = logging.getLogger("kv_canary")
 
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - compared with, not bound
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - compared with, not bound
 
 
 class Service:
@@ -29,9 +29,8 @@ class Service:
         sock, skipped = bind_socket(settings.host, wanted)
         self.port: int = sock.getsockname()[1]
         host = settings.host if ":" not in settings.host else f"[{settings.host}]"
-        host = _WILDCARDS.get(settings.host, host)
         self.target = f"{host}:{self.port}"
-        self.url = f"http://{self.target}"
+        self.url = f"http://{_WILDCARDS.get(host, host)}:{self.port}"
         self.notice: str | None = None
         if skipped:
             self.notice = f"port {wanted} is in use; the canary answers on {self.url} instead (see /v1/targets)"

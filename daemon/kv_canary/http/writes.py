@@ -6,7 +6,6 @@ write answers with is the one after it.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import fields
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from kv_canary.commands import (
     SetEnabled,
     SetGroupEnabled,
 )
+from kv_canary.http.asking import answer_of
 from kv_canary.http.models import CanaryAnswer, DrillBody, EnabledBody, GroupAnswer, SweepAnswer, SweepBody
 from kv_canary.http.problems import ProblemError, writes
 from kv_canary.http.reads import find_group
@@ -29,7 +29,11 @@ from kv_canary.snapshot import Drill
 
 _LOCATION = {"description": "Accepted", "headers": {"Location": {"schema": {"type": "string"}}}}
 _CHANGES: dict[str, Any] = {
-    "properties": {f.name: {"description": f.metadata["help"]} for f in fields(Settings) if f.metadata["live"]},
+    "properties": {
+        f.name: {"description": f"{f.metadata['help']} Allowed: {f.metadata['allowed']}."}
+        for f in fields(Settings)
+        if f.metadata["live"]
+    },
     "additionalProperties": False,
     "minProperties": 1,
 }
@@ -37,7 +41,7 @@ _CHANGES: dict[str, Any] = {
 
 def add_write_routes(app: FastAPI, control: Control, timeout_seconds: float) -> None:
     async def carry_out(command: Command) -> Any:
-        return await _answer_of(control, command, timeout_seconds, app.state.stopping)
+        return await answer_of(control, command, timeout_seconds, app.state.stopping)
 
     @app.put("/v1/canary", responses=writes(), tags=["switches"])
     async def switch_canary(body: EnabledBody) -> CanaryAnswer:
@@ -78,28 +82,3 @@ def add_write_routes(app: FastAPI, control: Control, timeout_seconds: float) -> 
         drill: Drill = await carry_out(RequestDrill(kind=body.kind, group=body.group, alert=body.alert))
         response.headers["Location"] = f"/v1/drills/{drill.id}"
         return drill
-
-
-async def _answer_of(control: Control, command: Command, timeout_seconds: float, stopping: asyncio.Event) -> Any:
-    """What the canary thread answers; a 503 when it does not within the time, or when this server stops first."""
-    name = type(command).__name__
-    answer = asyncio.wrap_future(control.submit(command))
-    # An answer that comes after the deadline is nobody's any more: looked at here, or asyncio reports it as forgotten.
-    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
-    stop = asyncio.ensure_future(stopping.wait())
-    try:
-        await asyncio.wait({answer, stop}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stop.cancel()
-    if answer.cancelled():
-        raise ProblemError(503, f"{name} was withdrawn: the canary is stopping", command=name)
-    if answer.done():
-        return answer.result()
-    if stopping.is_set():
-        raise ProblemError(503, f"{name} has no answer yet and this server is stopping", command=name)
-    # Not cancelled: the canary thread may be in the middle of it.
-    raise ProblemError(
-        503,
-        f"{name} had no answer from the canary thread within {timeout_seconds:g} s; it may still take effect",
-        command=name,
-    )
