@@ -10,7 +10,10 @@ import torch
 
 from kv_canary.ledger import HostLedger, Ledger, LedgerRow, Reason, TensorLedger, Violation, Work
 
-KINDS = ("host", "tensor")
+# "kernel" is a tensor ledger whose events are Triton kernels, with blocks so small that a few pages fill several; where
+# there is no GPU they are interpreted
+KINDS = ("host", "tensor", "kernel")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Driver:
@@ -18,15 +21,20 @@ class Driver:
 
     def __init__(self, kind: str, pages: int = 8, **options: Any) -> None:
         self.kind = kind
-        self.ledger: Ledger = (
-            HostLedger("full", pages, **options)
-            if kind == "host"
-            else TensorLedger("full", pages, torch.device("cpu"), **options)
-        )
+        self.device = DEVICE if kind == "kernel" else torch.device("cpu")
+        self.ledger: Ledger
+        if kind == "host":
+            self.ledger = HostLedger("full", pages, **options)
+        elif kind == "tensor":
+            self.ledger = TensorLedger("full", pages, self.device, kernels=False, **options)
+        else:
+            self.ledger = TensorLedger("full", pages, self.device, kernels=True, **{"block": 2, **options})
 
     def array(self, values: Sequence[int]) -> Any:
         """Page numbers, identities or handles, where this ledger's engine has them."""
-        return list(values) if self.kind == "host" else torch.tensor(list(values), dtype=torch.int64)
+        return (
+            list(values) if self.kind == "host" else torch.tensor(list(values), dtype=torch.int64, device=self.device)
+        )
 
     def do(self, event: str, *arguments: Any, **options: Any) -> None:
         """`do("claim", [1, 2], [7, 7], "b")`: every list goes to where the engine has it."""
@@ -36,6 +44,8 @@ class Driver:
         )
 
     def apply(self) -> Ledger:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # it looks on a stream of its own
         while not self.ledger.catch_up(seconds=1):
             pass
         return self.ledger
@@ -47,6 +57,8 @@ class Driver:
         return self.apply().states(0, self.ledger.pages).tolist()
 
     def generations(self) -> list[int]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return self.ledger.generations(np.arange(self.ledger.pages)).tolist()
 
     def violations(self) -> list[Violation]:

@@ -110,6 +110,7 @@ def serving(model: Path, folder: Path, **canary: str) -> Iterator[Serving]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "INFO",  # the workers say there where their canaries are
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",
         "PYTHONPATH": str(EXTENSION),

@@ -16,6 +16,10 @@ status=0
 echo "== conformance"
 python3 -m pytest -c tests/gpu/pytest.ini --rootdir . -q tests/unit/test_fingerprint_conformance.py -k "gpu or cuda" 2>&1 | tee "$out/conformance.txt" || status=1
 
+echo "== ledger on the device, ranges"
+python3 -m pytest -c tests/gpu/pytest.ini --rootdir . -q tests/unit/test_ledger_kernel.py tests/unit/test_ledger_protocol.py \
+    tests/unit/test_ledger_machine.py tests/unit/test_verify_ranges.py -k "kernel or Kernel or range" 2>&1 | tee "$out/ledger.txt" || status=1
+
 echo "== races, streams"
 python3 -m pytest -c tests/gpu/pytest.ini --rootdir . -q -m gpu tests/gpu 2>&1 | tee "$out/races.txt" || status=1
 

@@ -1,4 +1,8 @@
-"""A writer on an engine stream recycles pages in GPU memory while the canary verifies them on its own."""
+"""A writer on an engine stream recycles pages in GPU memory while the canary verifies them on its own.
+
+The engine has its page numbers on the host, or on the device: then the ledger lives there too, and the device picks the
+pages of a sweep itself.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ import torch
 from builders.harness import make_group
 from kv_canary import Budget, Settings
 from kv_canary.gate import EngineGate
-from kv_canary.ledger import HostLedger
+from kv_canary.ledger import HostLedger, Ledger, TensorLedger
 from kv_canary.sidecar import Sidecar
 
 DEVICE = os.environ.get("GPU_TEST_DEVICE", "cuda")  # cpu: to try the test itself where there is no GPU
@@ -41,9 +45,12 @@ class EventFence:
 class Engine:
     """Allocates, writes behind a queue of work, seals behind a fence, frees; by the rules."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, kind: str, seed: int = 0) -> None:
         self.memory = torch.randint(0, 256, (PAGES, PAGE_BYTES), dtype=torch.uint8, device=DEVICE)
-        self.ledger, self.gate = HostLedger("full", PAGES), EngineGate()
+        self.kind, self.gate = kind, EngineGate()
+        self.ledger: Ledger = (
+            HostLedger("full", PAGES) if kind == "host" else TensorLedger("full", PAGES, torch.device(DEVICE))
+        )
         self.stream = torch.cuda.Stream() if DEVICE == "cuda" else None
         self.free, self.held = list(range(PAGES)), []
         self.lock, self.stopping = threading.Lock(), threading.Event()
@@ -51,10 +58,18 @@ class Engine:
         self.thread = threading.Thread(target=self._run)
 
     def resync(self) -> None:
-        self.ledger.reset()
-        if self.held:
-            self.ledger.adopt(self.held, fence=self.fence())
-        self.ledger.free(self.free, fence=self.fence())
+        with self.working():
+            self.ledger.reset()
+            if self.held:
+                self.ledger.adopt(self.at(self.held), fence=self.fence())
+            self.ledger.free(self.at(self.free), fence=self.fence())
+
+    def at(self, pages: list[int]) -> Any:
+        """Page numbers where this engine has them."""
+        return pages if self.kind == "host" else torch.tensor(pages, device=DEVICE)
+
+    def working(self) -> Any:
+        return torch.cuda.stream(self.stream) if self.stream is not None else torch.inference_mode()
 
     def quarantine(self, space: str, page: int) -> str:
         return ""
@@ -64,7 +79,7 @@ class Engine:
 
     def _run(self) -> None:
         while not self.stopping.is_set():
-            with self.lock:
+            with self.lock, self.working():
                 self.gate.boundary(self)
                 self._step()
                 self.steps += 1
@@ -74,27 +89,27 @@ class Engine:
         self.ledger.step()
         if len(self.free) < 64 or (len(self.held) > 128 and self.random.random() < 0.5):
             pages = [self.held.pop(self.random.randrange(len(self.held))) for _ in range(16)]
-            self.ledger.release(pages, "owner")
-            self.ledger.free(pages, fence=self.fence())
+            self.ledger.release(self.at(pages), "owner")
+            self.ledger.free(self.at(pages), fence=self.fence())
             self.free += pages
             return
         pages = [self.free.pop(0) for _ in range(16)]
-        self.ledger.allocate(pages, "owner")
-        self.ledger.write(pages, "owner")
-        context = torch.cuda.stream(self.stream) if self.stream is not None else torch.inference_mode()
-        with context:
-            index = torch.tensor(pages, device=DEVICE)
-            self.memory[index] = torch.randint(0, 256, (len(pages), PAGE_BYTES), dtype=torch.uint8, device=DEVICE)
-        self.ledger.seal(pages, 7, fence=self.fence())
+        self.ledger.allocate(self.at(pages), "owner")
+        self.ledger.write(self.at(pages), "owner")
+        index = torch.tensor(pages, device=DEVICE)
+        self.memory[index] = torch.randint(0, 256, (len(pages), PAGE_BYTES), dtype=torch.uint8, device=DEVICE)
+        self.ledger.seal(self.at(pages), 7, fence=self.fence())
         self.held += pages
 
 
-@pytest.fixture
-def guarded():
-    engine = Engine()
+@pytest.fixture(params=["host", "device"])
+def guarded(request: pytest.FixtureRequest):
+    engine = Engine(request.param)
     sidecar = Sidecar(Settings(budget=Budget(share=1.0)), engine="test", engine_version="0", seed=0)
     sidecar.start()
     sidecar.attach(engine.gate, [(engine.ledger, [make_group(engine.memory)])])
+    by_range = sidecar._canary._guards[0].verifier.by_range
+    assert by_range == (request.param == "device" and DEVICE == "cuda")
     engine.thread.start()
     yield engine, sidecar
     engine.stopping.set()
@@ -147,11 +162,12 @@ def test_a_page_written_behind_a_busy_stream_is_sealed_only_when_it_is_written(g
         sidecar.settle()
         for _ in range(20):
             page = engine.free.pop(0)
-            engine.ledger.allocate([page], "slow")
-            with torch.cuda.stream(engine.stream):
+            with engine.working():
+                engine.ledger.allocate(engine.at([page]), "slow")
                 torch.cuda._sleep(20_000_000)  # about ten milliseconds
                 engine.memory[page] = torch.randint(0, 256, (PAGE_BYTES,), dtype=torch.uint8, device=DEVICE)
-            engine.ledger.seal([page], 7, fence=engine.fence())
+                # where the page numbers are on the device, the ledger knows how far the stream has come
+                engine.ledger.seal(engine.at([page]), 7, fence=engine.fence() if engine.kind == "host" else None)
             engine.held.append(page)
         engine.stream.synchronize()
         verified = sidecar.settle().groups[0].counters.verified_pages

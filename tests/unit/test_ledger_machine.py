@@ -1,4 +1,4 @@
-"""Both ledgers against a plain model, through any sequence of legal and illegal events.
+"""The ledgers against a plain model, through any sequence of legal and illegal events.
 
 The model is written from the event table of the design and the ledger's docstrings, with dicts and sets, one page at a
 time; it shares nothing with `transitions.py`.
@@ -165,16 +165,17 @@ identities = st.sampled_from([0, 70, -(2**63) + 1])
 
 
 class Ledgers(RuleBasedStateMachine):
-    """Every event goes to the model and to both ledgers; then all three must say the same."""
+    """Every event goes to the model and to all ledgers; then all must say the same."""
+
+    kinds: tuple[str, ...] = ("host", "tensor")
 
     def __init__(self) -> None:
         super().__init__()
         self.model = Model()
-        self.host = Driver("host", pages=PAGES)
-        self.tensor = Driver("tensor", pages=PAGES)
+        self.drivers = [Driver(kind, pages=PAGES) for kind in self.kinds]
 
     def do(self, event: str, *arguments: object) -> None:
-        for driver in (self.host, self.tensor):
+        for driver in self.drivers:
             driver.do(event, *arguments)
 
     @rule()
@@ -211,7 +212,7 @@ class Ledgers(RuleBasedStateMachine):
     def adopt(self, numbers: list[int], identity: int, owner: str, holders: int) -> None:
         owner = owner if holders else ""
         self.model.adopt(numbers, identity, owner, holders)
-        for driver in (self.host, self.tensor):
+        for driver in self.drivers:
             driver.do("adopt", numbers, identity, owner, owners=holders)
 
     @rule(numbers=pages, owner=owners)
@@ -275,7 +276,7 @@ class Ledgers(RuleBasedStateMachine):
             (page.state, page.generation, page.holders, page.owner or None, page.previous or None, page.identity)
             for page in self.model.pages
         ]
-        for driver in (self.host, self.tensor):
+        for driver in self.drivers:
             rows = [driver.row(number) for number in range(PAGES)]
             found = [
                 (PAGE_STATES[row.state], row.generation, row.owners, row.owner, row.previous_owner, row.identity)
@@ -288,27 +289,36 @@ class Ledgers(RuleBasedStateMachine):
                 self.model.claims,
                 self.model.not_covered,
             )
-        assert [self.host.row(number) for number in range(PAGES)] == [
-            self.tensor.row(number) for number in range(PAGES)
-        ]
+        first, *others = ([driver.row(number) for number in range(PAGES)] for driver in self.drivers)
+        assert all(other == first for other in others)
 
     @invariant()
     def the_same_is_wrong(self) -> None:
-        assert self.host.wrong() == self.model.wrong
-        # a tensor ledger reports one reason a page between two looks
-        on_device = self.tensor.violations()
-        assert sorted(violation.page for violation in on_device) == sorted({number for _, number in self.model.wrong})
-        assert {(violation.reason, violation.page) for violation in on_device} <= self.model.wrong
+        for driver in self.drivers:
+            found = driver.violations()
+            assert {(violation.reason, violation.page) for violation in found} <= self.model.wrong
+            if driver.kind == "host":
+                assert {(violation.reason, violation.page) for violation in found} == self.model.wrong
+            else:  # reports one reason a page between two looks
+                assert sorted(violation.page for violation in found) == sorted({n for _, n in self.model.wrong})
         self.model.wrong.clear()
 
     @invariant()
     def the_same_work_is_left(self) -> None:
-        left, right = (
+        first, *others = (
             [(work.kind, work.pages.tolist(), work.generations.tolist()) for work in driver.work()]
-            for driver in (self.host, self.tensor)
+            for driver in self.drivers
         )
-        assert left == right
+        assert all(other == first for other in others)
+
+
+class KernelLedgers(Ledgers):
+    """The same for the ledger whose events are kernels: fewer steps, because interpreting one takes milliseconds."""
+
+    kinds = ("tensor", "kernel")
 
 
 TestLedgers = Ledgers.TestCase
 TestLedgers.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestKernelLedgers = KernelLedgers.TestCase
+TestKernelLedgers.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)

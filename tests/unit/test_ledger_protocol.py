@@ -1,7 +1,8 @@
-"""What each event means and when it is a violation, on both kinds of ledger."""
+"""What each event means and when it is a violation, on every kind of ledger."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -584,6 +585,27 @@ def test_work_comes_as_host_arrays(driver: Driver) -> None:
     assert work.pages.dtype == work.generations.dtype == np.int64
 
 
+def test_work_waits_until_the_engine_s_stream_has_come_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page numbers are not there before, and neither are the bytes."""
+
+    class Point:
+        passed = False
+
+        def query(self) -> bool:
+            return self.passed
+
+    driver, points = Driver("tensor"), [Point(), Point()]
+    coming = iter(points)
+    monkeypatch.setattr(driver.ledger, "_here", lambda: next(coming))
+    driver.do("seal", [1], [70])
+    driver.do("seal", [2], [80])
+    assert driver.work() == []
+    points[1].passed = True
+    assert driver.work() == []  # in order
+    points[0].passed = True
+    assert [work.pages.tolist() for work in driver.work()] == [[1], [2]]
+
+
 @pytest.mark.parametrize("event", ["seal", "free", "adopt", "move"])
 def test_a_fence_travels_with_its_work(driver: Driver, event: str) -> None:
     class Fence:
@@ -614,7 +636,7 @@ def test_work_does_not_change_after_it_was_left(driver: Driver) -> None:
 def test_pages_are_copied(driver: Driver, event: str) -> None:
     changed, untouched = Driver(driver.kind), Driver(driver.kind)
     for other, change in ((changed, True), (untouched, False)):
-        pages = torch.tensor([1, 2]) if driver.kind == "tensor" else np.array([1, 2])
+        pages = driver.array([1, 2]) if driver.kind != "host" else np.array([1, 2])
         getattr(other.ledger, event)(pages)
         if change:
             pages[:] = 5
@@ -625,7 +647,7 @@ def test_pages_are_copied(driver: Driver, event: str) -> None:
 
 
 def test_identities_owners_and_counts_are_copied(driver: Driver) -> None:
-    make: Any = torch.tensor if driver.kind == "tensor" else np.array
+    make: Any = np.array if driver.kind == "host" else partial(torch.tensor, device=driver.device)
     identities, owners, counts = make([70, 80]), make([11, 12]), make([2, 3])
     driver.ledger.adopt(driver.array([1, 2]), identities, owners, owners=counts)
     identities[:] = owners[:] = counts[:] = 9
@@ -636,7 +658,7 @@ def test_identities_owners_and_counts_are_copied(driver: Driver) -> None:
 
 
 def test_targets_and_sources_of_a_move_are_copied(driver: Driver) -> None:
-    make: Any = torch.tensor if driver.kind == "tensor" else np.array
+    make: Any = np.array if driver.kind == "host" else partial(torch.tensor, device=driver.device)
     sources, targets = make([1]), make([2])
     sealed(driver)
     driver.ledger.move(sources, targets)
@@ -647,7 +669,7 @@ def test_targets_and_sources_of_a_move_are_copied(driver: Driver) -> None:
 
 
 def test_pages_may_be_any_integer_array(driver: Driver) -> None:
-    array = torch.tensor([1], dtype=torch.int32) if driver.kind == "tensor" else np.array([1], np.int32)
+    array = driver.array([1]).to(torch.int32) if driver.kind != "host" else np.array([1], np.int32)
     for pages in ([1], (1,), range(1, 2), array):
         driver.ledger.allocate(pages, "a")
         driver.ledger.release(pages, "a")
@@ -695,6 +717,8 @@ def test_catch_up_stops_when_its_time_is_over_and_says_that_more_is_left(host: D
 
 def test_live_generations_are_the_column_itself(driver: Driver) -> None:
     """An exchange of a byte compares them under the GIL: a copy would be blind."""
+    if driver.device.type != "cpu":
+        pytest.skip("bytes in device memory are not exchanged under the GIL")
     live = driver.ledger.live_generations
     driver.do("allocate", [1], "a")
     assert live[1] == 1
@@ -743,8 +767,9 @@ def test_reset_clears_an_overrun_and_what_follows_counts_again() -> None:
     assert driver.apply().engine_step == 2
 
 
-def test_a_tensor_ledger_has_nothing_pending_and_no_overrun() -> None:
-    driver = Driver("tensor")
+@pytest.mark.parametrize("kind", ["tensor", "kernel"])
+def test_a_tensor_ledger_has_nothing_pending_and_no_overrun(kind: str) -> None:
+    driver = Driver(kind)
     driver.do("allocate", [1], "a")
     assert driver.ledger.catch_up(seconds=0)
     assert not driver.ledger.overrun

@@ -248,3 +248,16 @@ def test_a_reading_that_would_begin_after_the_hooks_fell_silent_does_not_begin()
     harness.flip(1)
     assert harness.sweep() == []
     assert harness.verifier.counters.verified_pages == 0
+
+
+def test_a_copy_of_a_free_page_is_not_guarded_while_it_is_open() -> None:
+    """Nothing that the engine may go on to write has a fingerprint."""
+    harness = Harness()
+    harness.sealed(1)
+    harness.ledger.release([1], "a")
+    harness.ledger.free([1])
+    harness.ledger.allocate([2], "b")
+    harness.ledger.move([1], [2], "b")
+    harness.apply()
+    harness.flip(2)
+    assert harness.sweep() == []

@@ -8,9 +8,10 @@ against what it wrote.
 
 from __future__ import annotations
 
-import os
+import importlib.util
 import random
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,18 +27,25 @@ BLOCK_TOKENS = 8
 STOP = 7
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1"), ("VLLM_LOGGING_LEVEL", "ERROR")):
+            patch.setenv(name, value)
+        yield
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).parent))
-    from models import build_llama
-
-    return build_llama(tmp_path_factory.mktemp("model"))
+    spec = importlib.util.spec_from_file_location("vllm_test_models", Path(__file__).with_name("models.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    models = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(models)
+    return models.build_llama(tmp_path_factory.mktemp("model"))
 
 
 def make_scheduler(model: Path, *, asynchronous: bool, blocks: int, window: int | None, drafts: int) -> Any:
-    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
     import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
