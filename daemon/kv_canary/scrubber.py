@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from kv_canary.budget import TokenBucket
 from kv_canary.guard import GroupGuard
 from kv_canary.settings import Budget
@@ -149,12 +147,11 @@ class Scrubber:
             else:
                 self._background = None
             return 0
-        pages, position = self._collect(one)
-        findings = guard.verifier.verify(pages, "sweep")
-        size = len(pages) * guard.group.bytes_per_page
+        findings, read_pages, position = self._verify(one)
+        size = read_pages * guard.group.bytes_per_page
         self._bucket.spend(size)
-        one.read_pages += len(pages)
-        self._note_progress(one, scanned=position - one.position, verified=len(pages))
+        one.read_pages += read_pages
+        self._note_progress(one, scanned=position - one.position, verified=read_pages)
         one.position = guard.position = position
         one.mismatches += sum(report(guard, finding) for finding in findings)
         if position >= guard.group.pages:
@@ -165,16 +162,19 @@ class Scrubber:
             self._finish(one, "mismatch" if one.mismatches else "clean")
         return size
 
-    def _collect(self, one: _Pass) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], int]:
-        """The next pages to verify, and the position behind them."""
+    def _verify(self, one: _Pass) -> tuple[list[Finding], int, int]:
+        """Findings of one launch, the pages read for them, and the position behind them."""
         group, verifier = one.guard.group, one.guard.verifier
         wanted = max(1, self.launch_bytes // max(1, group.bytes_per_page))
         stop = min(one.position + SCAN_PAGES, group.pages)
+        if verifier.by_range:
+            stop = min(one.position + wanted, stop)  # all of them may be read
+            return (*verifier.verify_range(one.position, stop, "sweep"), stop)
         pages = verifier.select(one.position, stop)
         if len(pages) > wanted:
             pages = pages[:wanted]
             stop = int(pages[-1]) + 1
-        return pages, stop
+        return verifier.verify(pages, "sweep"), len(pages), stop
 
     def _next_pass(self) -> _Pass | None:
         if self._requested:

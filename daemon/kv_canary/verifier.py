@@ -13,6 +13,9 @@ The confirm protocol, and why it is right:
 
 Sealing follows rule 2 as well: the fingerprint of a page that moved on while it was read is thrown away.
 
+Where ledger and fingerprints live on one device, a sweep goes by ranges: the device follows rule 1 and both halves of
+rule 2 itself (`PageRanges`), and the host learns what came out of it.
+
 `watch` is the gate's epoch: it changes whenever the engine's hooks fall silent, and a generation that nobody raises
 proves nothing, so results across such a change are dropped too. It is None while they are silent: nothing is read then.
 """
@@ -27,14 +30,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_canary.counters import Counters
-from kv_canary.fingerprint.table import FingerprintTable
+from kv_canary.fingerprint.table import NEVER, Differences, FingerprintTable
 from kv_canary.geometry import CanaryGroup
 from kv_canary.ledger import FREE, SEALED, Ledger, Work
 from kv_canary.snapshot import Persistence, Purpose
 
 PageArray = npt.NDArray[np.int64]
-
-NEVER = -1  # a generation that no page has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ class Verifier:
         self._monotonic = monotonic
         self._timer = timer
         self._sealed_generation = np.full(group.pages, NEVER, np.int64)
+        self._ranges = table.ranges(ledger.columns)  # holds the same generations, on the device
         self._good_at = np.zeros(group.pages, np.float64)
         self._reported: dict[int, tuple[int, tuple[int, ...]]] = {}
 
@@ -81,12 +83,20 @@ class Verifier:
     def nbytes(self) -> int:
         """Bytes of the baseline: fingerprints, generations and times."""
         fingerprints = 8 * self.group.pages * len(self.group.stripes)
-        return fingerprints + self._sealed_generation.nbytes + self._good_at.nbytes
+        on_device = self._ranges.nbytes if self._ranges is not None else 0
+        return fingerprints + self._sealed_generation.nbytes + self._good_at.nbytes + on_device
 
     def forget(self) -> None:
         """No baseline is valid any more."""
         self._sealed_generation[:] = NEVER
+        if self._ranges is not None:
+            self._ranges.forget()
         self._reported.clear()
+
+    def _keep(self, pages: PageArray, generations: PageArray) -> None:
+        self._sealed_generation[pages] = generations
+        if self._ranges is not None:
+            self._ranges.keep(pages, generations)
 
     # Sealing
 
@@ -113,13 +123,16 @@ class Verifier:
         if not self.group.stripes:
             return
         known = self._sealed_generation[work.sources] == work.source_generations
+        states = self._states(work.pages)
+        # a copy of a free page leaves its target open: the engine goes on to write it
+        known &= (states == SEALED) | (states == FREE)
         sources, targets = work.sources[known], work.pages[known]
         self.table.store(targets, self.table.expected(sources))
-        self._sealed_generation[targets] = work.generations[known]
+        self._keep(targets, work.generations[known])
         self._good_at[targets] = self._good_at[sources]
         # A source that was never sealed has nothing to hand on; one whose fingerprint is missing (its group was off) is
         # taken as it is now.
-        rest = ~known & (self._states(work.pages) == SEALED)
+        rest = ~known & (states == SEALED)
         self.take(*self.missing(work.pages[rest], work.generations[rest]))
 
     def seal_missing(self, start: int, stop: int) -> int:
@@ -152,7 +165,7 @@ class Verifier:
         self.counters.superseded += int((~stable).sum())
         pages = pages[stable]
         self.table.store(pages, fingerprints[stable])
-        self._sealed_generation[pages] = generations[stable]
+        self._keep(pages, generations[stable])
         self._good_at[pages] = self._monotonic()
         self.counters.sealed_pages += len(pages)
         return size
@@ -190,21 +203,41 @@ class Verifier:
         if not suspicious.any():
             return []
         return self._confirm(
-            pages[suspicious],
-            generations[suspicious],
-            watch,
-            {
-                int(pages[row]): {
-                    int(stripe): int(found)
-                    for stripe, found in zip(
-                        differences.stripes[differences.rows == row],
-                        differences.found[differences.rows == row],
-                        strict=True,
-                    )
-                }
-                for row in np.flatnonzero(suspicious)
-            },
+            pages[suspicious], generations[suspicious], watch, _first_look(differences, suspicious, pages)
         )
+
+    @property
+    def by_range(self) -> bool:
+        """Whether the device picks the pages of a range itself (`verify_range`)."""
+        return self._ranges is not None
+
+    def verify_range(self, start: int, stop: int, purpose: Purpose) -> tuple[list[Finding], int]:
+        """Re-reads those of the pages `start` .. `stop - 1` that can be verified now; nothing is asked to pick them.
+
+        Returns confirmed differences, known ones included, and how many pages were read.
+        """
+        start = max(start, self.group.first_page)
+        watch, started = self._watch(), self._timer()
+        if self._ranges is None or watch is None or start >= stop:
+            return [], 0
+        outcome = self._ranges.verify(start, stop)
+        self.counters.read(purpose, outcome.read_pages * self.group.bytes_per_page, self._timer() - started)
+        stands = outcome.stands if self._watch() == watch else np.zeros(stop - start, np.bool_)
+        verified = int(stands.sum())
+        self.counters.superseded += outcome.read_pages - verified
+        self.counters.verified_pages += verified
+        suspicious = np.zeros(stop - start, np.bool_)
+        suspicious[outcome.differences.rows] = True
+        if outcome.complete:  # else a page that seems right may be one whose difference was left out
+            self._good_at[start:stop][stands & ~suspicious] = self._monotonic()
+        suspicious &= stands
+        pages = np.arange(start, stop)
+        wrong = pages[suspicious]
+        if not len(wrong):
+            return [], outcome.read_pages
+        first = _first_look(outcome.differences, suspicious, pages)
+        # they stood, so the live generation was that of the fingerprint
+        return self._confirm(wrong, self._sealed_generation[wrong], watch, first), outcome.read_pages
 
     def _confirm(
         self, pages: PageArray, generations: PageArray, watch: int, first: dict[int, dict[int, int]]
@@ -283,3 +316,14 @@ class Verifier:
 
     def _states(self, pages: PageArray) -> npt.NDArray[np.uint8]:
         return self.ledger.states(0, self.group.pages)[pages]
+
+
+def _first_look(
+    differences: Differences, suspicious: npt.NDArray[np.bool_], pages: PageArray
+) -> dict[int, dict[int, int]]:
+    """What was found instead, by page and stripe, in the suspicious rows of `pages`."""
+    first: dict[int, dict[int, int]] = {int(page): {} for page in pages[suspicious]}
+    for row, stripe, found in zip(differences.rows, differences.stripes, differences.found, strict=True):
+        if suspicious[row]:
+            first[int(pages[row])][int(stripe)] = int(found)
+    return first

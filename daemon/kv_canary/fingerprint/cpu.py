@@ -14,6 +14,7 @@ from kv_canary.fingerprint.kernels import compiled_kernels
 from kv_canary.fingerprint.table import Differences, FingerprintArray, PageArray
 from kv_canary.geometry import WORD, CanaryGroup, PageBuffer
 from kv_canary.identity import splitmix64_scalar
+from kv_canary.ledger.columns import PageColumns
 
 _MAXIMUM_DIFFERENCES = 4096  # rows kept of one launch; a page that does not fit is found by the next sweep
 
@@ -160,3 +161,6 @@ class CpuTable:
 
     def find(self, stripe: int, fingerprint: int) -> PageArray:
         return np.flatnonzero(self._expected[:, stripe] == np.uint64(fingerprint))
+
+    def ranges(self, columns: PageColumns | None) -> None:
+        return None

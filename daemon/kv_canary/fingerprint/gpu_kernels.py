@@ -1,4 +1,4 @@
-"""The Triton kernel of the GPU backend. Importing this module imports triton; nothing is compiled before the first
+"""The Triton kernels of the GPU backend. Importing this module imports triton; nothing is compiled before the first
 launch.
 
 A program takes a tile of pages and one stripe. The keys of a block of words are loaded once for all pages of the tile,
@@ -9,8 +9,11 @@ Parameters have no annotations because Triton reads those that are there.
 import triton
 import triton.language as tl
 
+from kv_canary.ledger import states
+
 # How the words of a page are found: all in one run, through a table of byte offsets of words, or byte by byte.
 CONTIGUOUS, WORDS, BYTES = range(3)
+SEALED, FREE = tl.constexpr(states.SEALED), tl.constexpr(states.FREE)
 BUFFER_COLUMNS = 5  # address of page 0, stride from page to page, bytes of a page, index of its first key, first offset
 
 
@@ -42,9 +45,22 @@ def _gathered(base, offsets, w, size, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _stands(state, generation, baseline, page, inside):
+    """Which pages have a fingerprint that holds for them now; bool, as `page`."""
+    known = tl.load(state + page, mask=inside, other=0)
+    live = tl.load(generation + page, mask=inside, other=0)
+    return inside & ((known == SEALED) | (known == FREE)) & (tl.load(baseline + page, mask=inside, other=-1) == live)
+
+
+# a number that is 1, or divisible by 16, would otherwise be compiled for anew: in front of the engine
+@triton.jit(do_not_specialize=["page_count", "first_page"])
 def fingerprint_kernel(
     pages,
     page_count,
+    first_page,
+    state,
+    generation,
+    baseline,
     buffers,
     offsets,
     starts,
@@ -58,6 +74,7 @@ def fingerprint_kernel(
     difference_stripes,
     capacity,
     VERIFY: tl.constexpr,
+    RANGE: tl.constexpr,
     MODE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     KEY_ALIGNMENT: tl.constexpr,
@@ -67,14 +84,28 @@ def fingerprint_kernel(
     """Without VERIFY: `result[row, stripe]` is the fingerprint of page `pages[row]`.
 
     With VERIFY: it is compared with `table[page, stripe]`, and only differences are appended, to `difference_rows`,
-    `difference_stripes` and `result` (what was found); `difference_count` counts them even beyond `capacity`.
+    `difference_stripes` and `result` (what was found); `difference_count[0]` counts them even beyond `capacity`.
+
+    With RANGE: row r is page `first_page + r`, and a page is read only if its `state` is sealed or free and the
+    generation that its fingerprint was taken for (`baseline`) is the live one. `difference_count[1]` counts pages that
+    were read. Nothing is written for a page.
     """
     stripe = tl.program_id(1)
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = rows < page_count
-    page = tl.load(pages + tl.where(live, rows, 0))  # rows beyond the end read the first page again: no mask on loads
+    buffer_start, buffer_stop = tl.load(starts + stripe), tl.load(starts + stripe + 1)
+    # rows that are not wanted read a page again that is: no mask on loads
+    if RANGE:
+        page = first_page + rows.to(tl.int64)
+        live = _stands(state, generation, baseline, page, live)
+        page = tl.where(live, page, tl.max(tl.where(live, page, 0), axis=0))
+        wanted = tl.sum(live.to(tl.int32), axis=0)
+        buffer_stop = tl.where(wanted > 0, buffer_stop, buffer_start)
+        tl.atomic_add(difference_count + 1, wanted, mask=(stripe == 0) & (wanted > 0))
+    else:
+        page = tl.load(pages + tl.where(live, rows, 0))
     total = tl.zeros((TILE, BLOCK), tl.uint64)
-    for buffer in range(tl.load(starts + stripe), tl.load(starts + stripe + 1)):
+    for buffer in range(buffer_start, buffer_stop):
         column = buffers + buffer * 5
         base = tl.load(column) + page * tl.load(column + 1)
         size = tl.load(column + 2)
@@ -119,3 +150,12 @@ def fingerprint_kernel(
         tl.store(result + place, value, mask=kept)
     else:
         tl.store(result + rows * stripe_count + stripe, value, mask=live)
+
+
+@triton.jit(do_not_specialize=["page_count", "first_page"])
+def settle_kernel(first_page, page_count, state, generation, baseline, stands, BLOCK: tl.constexpr):
+    """`stands[row]`: the fingerprint of page `first_page + row` still holds; uint8. Launched behind a reading."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < page_count
+    holds = _stands(state, generation, baseline, first_page + rows.to(tl.int64), inside)
+    tl.store(stands + rows, holds.to(tl.uint8), mask=inside)

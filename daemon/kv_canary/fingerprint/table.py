@@ -13,8 +13,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kv_canary.ledger.columns import PageColumns
+
 PageArray = npt.NDArray[np.int64]
 FingerprintArray = npt.NDArray[np.uint64]
+
+NEVER = -1  # a generation that no page has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,39 @@ class Differences:
     rows: PageArray
     stripes: PageArray
     found: FingerprintArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeOutcome:
+    """What came out of the pages of a range. Rows are counted from its first page.
+
+    `stands` (bool, one a page) is true for pages that were read, whole, while no legitimate writer existed: only for
+    those a difference, or the absence of one, means something. `complete` is false if differences were left out.
+    """
+
+    read_pages: int
+    stands: npt.NDArray[np.bool_]
+    differences: Differences
+    complete: bool
+
+
+class PageRanges(Protocol):
+    """Verifies ranges of a table whose ledger lives on the same device: the device picks the pages, by the ledger's
+    columns and by the generations that fingerprints were taken for (the baseline), which it is told here.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Of device memory that the baseline takes."""
+
+    def keep(self, pages: PageArray, generations: PageArray) -> None:
+        """The fingerprints of `pages` hold for these generations."""
+
+    def forget(self) -> None:
+        """No fingerprint holds any more."""
+
+    def verify(self, first: int, stop: int) -> RangeOutcome:
+        """Re-reads those of the pages `first` .. `stop - 1` whose fingerprint holds."""
 
 
 class FingerprintTable(Protocol):
@@ -51,3 +88,6 @@ class FingerprintTable(Protocol):
 
     def find(self, stripe: int, fingerprint: int) -> PageArray:
         """Pages that the table expects this fingerprint of (for the cause of a misdirected copy)."""
+
+    def ranges(self, columns: PageColumns | None) -> PageRanges | None:
+        """The way to verify ranges of pages that the device picks by these columns; None where there is none."""

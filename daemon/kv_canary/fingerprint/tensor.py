@@ -7,8 +7,7 @@ definition on a device. It reads on a stream of its own and copies a chunk of pa
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -17,6 +16,8 @@ from kv_canary.fingerprint import spec
 from kv_canary.fingerprint.table import Differences, FingerprintArray, PageArray
 from kv_canary.geometry import WORD, CanaryGroup, PageBuffer
 from kv_canary.identity import splitmix64_scalar
+from kv_canary.ledger.columns import PageColumns
+from kv_canary.streams import lowest_stream, on_stream
 
 CHUNK_BYTES = 4 << 20
 
@@ -49,14 +50,6 @@ def _pages_view(buffer: PageBuffer) -> torch.Tensor:
     )
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    if device.type != "cuda":
-        return None
-    make_stream: Any = torch.cuda.Stream
-    stream: torch.cuda.Stream = make_stream(device)
-    return stream
-
-
 class TensorTable:
     """`FingerprintTable` in torch operations."""
 
@@ -70,7 +63,7 @@ class TensorTable:
         self._keys = torch.from_numpy(keys.copy()).to(self._device)
         self._lengths = [_signed(splitmix64_scalar(stripe.bytes_per_page)) for stripe in group.stripes]
         self._expected = np.zeros((group.pages, len(group.stripes)), np.uint64)
-        self._stream = _side_stream(self._device)
+        self._stream = lowest_stream(self._device)
         self._rows = max(1, CHUNK_BYTES // max((stripe.words * WORD for stripe in group.stripes), default=1))
 
     @property
@@ -79,7 +72,7 @@ class TensorTable:
         return self._stream
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+        return on_stream(self._stream)
 
     def read(self, pages: PageArray) -> FingerprintArray:
         out = np.empty((len(pages), len(self._group.stripes)), np.uint64)
@@ -122,3 +115,6 @@ class TensorTable:
 
     def find(self, stripe: int, fingerprint: int) -> PageArray:
         return np.flatnonzero(self._expected[:, stripe] == np.uint64(fingerprint))
+
+    def ranges(self, columns: PageColumns | None) -> None:
+        return None

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kv_canary.ledger.columns import PageColumns
 from kv_canary.ledger.states import Violation
 from kv_canary.ledger.work import Fence, Work
 
@@ -136,6 +137,10 @@ class Ledger(Protocol):
         """The group (its place among those of the space) that each page is shaped for as far as events are applied;
         None where the space has one group only.
         """
+
+    @property
+    def columns(self) -> PageColumns | None:
+        """The columns by which a device can pick pages itself; None where the live generations are the host's."""
 
     def states(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """States of the pages `start` .. `stop - 1` as far as events are applied."""

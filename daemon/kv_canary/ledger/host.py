@@ -261,6 +261,10 @@ class HostLedger(TableReader):
     def group_of(self, pages: PageArray) -> npt.NDArray[np.uint8] | None:
         return None if self._group is None else self._group[pages]
 
+    @property
+    def columns(self) -> None:
+        return None
+
     def states(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         states: npt.NDArray[np.uint8] = self._table.state[start:stop]
         return states

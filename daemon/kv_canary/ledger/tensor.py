@@ -9,6 +9,9 @@ last: no update is lost, though several at one page between two looks are report
 
 from __future__ import annotations
 
+import logging
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,22 +19,35 @@ import numpy.typing as npt
 import torch
 
 from kv_canary.ledger.arrays import TensorArrays
-from kv_canary.ledger.base import OwnerNames, PageArray, WorkQueue
+from kv_canary.ledger.base import LedgerRow, OwnerNames, PageArray, WorkQueue
+from kv_canary.ledger.columns import PageColumns
 from kv_canary.ledger.reading import TableReader
 from kv_canary.ledger.states import Reason, Violation
 from kv_canary.ledger.transitions import PageTable
 from kv_canary.ledger.work import Fence, Work
+from kv_canary.streams import lowest_stream, on_stream
+
+logger = logging.getLogger("kv_canary")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DeviceWork(Work):
+    """Work whose page numbers are there once the engine's stream has come as far as `written`."""
+
+    written: torch.cuda.Event | None
 
 
 class TensorLedger(TableReader):
     """`Ledger` for device tensors of page numbers, int64 on `device`."""
 
-    def __init__(self, name: str, pages: int, device: torch.device) -> None:
+    def __init__(
+        self, name: str, pages: int, device: torch.device, *, kernels: bool | None = None, **options: int
+    ) -> None:
+        """`kernels`: whether events are Triton kernels; None: on a CUDA device, if they compile. `options`: theirs."""
         self.name = name
         self.pages = pages
         self.device = device
         self._arrays = TensorArrays(device)
-        self._table = PageTable(pages, self._arrays, self._flag)
         self._violations = self._arrays.zeros(pages, "int32")
         # one entry more than pages: a sink for what is no violation
         self._reason = self._arrays.zeros(pages + 1, "int64")
@@ -39,6 +55,35 @@ class TensorLedger(TableReader):
         self._seen = np.zeros(pages, np.int32)
         self._names = OwnerNames()
         self._work = WorkQueue()
+        self._next: Work | None = None  # taken from the queue, and not there yet
+        self._stream = lowest_stream(device)  # of the canary thread
+        self._table = self._open_table(kernels, options)
+        if self._stream is not None:
+            torch.cuda.synchronize(device)  # the columns are there, whichever stream the engine works on
+
+    def _open_table(self, kernels: bool | None, options: dict[str, int]) -> PageTable:
+        if kernels or (kernels is None and self.device.type == "cuda"):
+            try:
+                from kv_canary.ledger.device import DevicePageTable, UncopiedArrays
+
+                arrays = UncopiedArrays(self.device)
+                table = DevicePageTable(
+                    self.pages,
+                    arrays,
+                    self._flag,
+                    violations=self._violations,
+                    reasons=self._reason,
+                    culprits=self._culprit,
+                    **options,
+                )
+            except Exception as error:
+                if kernels:
+                    raise
+                logger.warning("ledger %s: an event takes a dozen torch operations: %s", self.name, error)
+            else:
+                self._arrays = arrays
+                return table
+        return PageTable(self.pages, self._arrays, self._flag)
 
     # Engine's thread
 
@@ -90,15 +135,16 @@ class TensorLedger(TableReader):
     def move(self, sources: Any, targets: Any, owner: Any = 0, *, fence: Fence | None = None) -> None:
         sources, targets = self._arrays.pages(sources), self._arrays.pages(targets)
         self._table.move(sources, targets, self._owner(owner))
-        generation = self._table.generation
+        (targets, generations), (sources, source_generations) = self._table.left(targets, sources)
         self._work.append(
-            Work(
+            _DeviceWork(
                 kind="move",
                 pages=targets,
-                generations=generation[targets],
+                generations=generations,
                 fence=fence,
                 sources=sources,
-                source_generations=generation[sources],
+                source_generations=source_generations,
+                written=self._here(),
             )
         )
 
@@ -107,14 +153,26 @@ class TensorLedger(TableReader):
 
     def reset(self) -> None:
         table = self._table
-        table.generation += 1
         for column in table.columns:
             if column is not table.generation:
                 column.zero_()
+        table.generation += 1  # last: who reads a raised one finds no state from before
         self._work.clear()
 
     def _leave(self, kind: Any, pages: Any, fence: Fence | None) -> None:
-        self._work.append(Work(kind=kind, pages=pages, generations=self._table.generation[pages], fence=fence))
+        ((pages, generations),) = self._table.left(pages)
+        self._work.append(
+            _DeviceWork(kind=kind, pages=pages, generations=generations, fence=fence, written=self._here())
+        )
+
+    def _here(self) -> torch.cuda.Event | None:
+        """The point that the engine's stream has been given work up to."""
+        if self._stream is None:
+            return None
+        make_event: Any = torch.cuda.Event
+        event: torch.cuda.Event = make_event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def _owner(self, owner: Any) -> Any:
         if isinstance(owner, (str, int)):
@@ -138,59 +196,92 @@ class TensorLedger(TableReader):
         return True
 
     def take_work(self) -> Work | None:
-        work = self._work.take()
-        if work is None:
+        work = self._next = self._next or self._work.take()
+        if work is None or not _is_there(work):
             return None
+        self._next = None
+        with self._looking():
+            pages, sources = _host(work.pages), _host(work.sources)
+            generations, source_generations = _host(work.generations), _host(work.source_generations)
+        if len(pages):
+            numbers = pages if sources is None else np.stack([pages, sources])
+            known = ((numbers >= 0) & (numbers < self.pages)).reshape(-1, len(pages)).all(axis=0)
+            if not known.all():  # padding of an engine's page table: no page, so nothing to do
+                pages, generations = pages[known], generations[known]
+                if sources is not None:
+                    sources, source_generations = sources[known], source_generations[known]
         return Work(
             kind=work.kind,
-            pages=_host(work.pages),
-            generations=_host(work.generations),
+            pages=pages,
+            generations=generations,
             fence=work.fence,
-            sources=_host(work.sources),
-            source_generations=_host(work.source_generations),
+            sources=sources,
+            source_generations=source_generations,
         )
 
     def take_violations(self) -> list[Violation]:
-        counts = _host(self._violations).copy()
-        pages = np.flatnonzero(counts != self._seen)
-        self._seen = counts
-        table = self._table
-        return [
-            Violation(
-                reason=Reason(int(self._reason[page])),
-                page=int(page),
-                owner=int(self._culprit[page]),
-                previous_owner=int(table.previous_owner[page]),
-                owners=int(table.owners[page]),
-                state=int(table.state[page]),
-                generation=int(table.generation[page]),
-                step=table.step,
-            )
-            for page in pages
-        ]
+        with self._looking():
+            counts = _host(self._violations).copy()
+            pages = np.flatnonzero(counts != self._seen)
+            self._seen = counts
+            table = self._table
+            return [
+                Violation(
+                    reason=Reason(int(self._reason[page])),
+                    page=int(page),
+                    owner=int(self._culprit[page]),
+                    previous_owner=int(table.previous_owner[page]),
+                    owners=int(table.owners[page]),
+                    state=int(table.state[page]),
+                    generation=int(table.generation[page]),
+                    step=table.step,
+                )
+                for page in pages
+            ]
 
     def generations(self, pages: PageArray) -> PageArray:
-        generations: PageArray = _host(self._table.generation)[pages]
+        with self._looking():
+            there = torch.from_numpy(np.ascontiguousarray(pages)).to(self.device)
+            generations: PageArray = _host(self._table.generation[there])
         return generations
 
     def applied_generations(self, start: int, stop: int) -> PageArray:
-        return self.generations_between(start, stop)  # state and generation change together, in stream order
+        return self.generations_between(start, stop)  # a kernel writes the state before it raises the generation
 
     def generations_between(self, start: int, stop: int) -> PageArray:
-        generations: PageArray = _host(self._table.generation[start:stop])
+        with self._looking():
+            generations: PageArray = _host(self._table.generation[start:stop])
         return generations
 
     def group_of(self, pages: PageArray) -> npt.NDArray[np.uint8] | None:
         return None  # one group a space
 
+    @property
+    def columns(self) -> PageColumns:
+        return PageColumns(state=self._table.state, generation=self._table.generation)
+
     def states(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        states: npt.NDArray[np.uint8] = _host(self._table.state[start:stop])
+        with self._looking():
+            states: npt.NDArray[np.uint8] = _host(self._table.state[start:stop])
         return states
+
+    def row(self, page: int) -> LedgerRow:
+        with self._looking():
+            return super().row(page)
+
+    @property
+    def claims_not_covered(self) -> int:
+        with self._looking():
+            return super().claims_not_covered
 
     @property
     def live_generations(self) -> PageArray:
         """The generations as a host array; shares the ledger's memory when it lives on the CPU. Read only."""
-        return _host(self._table.generation)  # type: ignore[no-any-return]
+        with self._looking():
+            return _host(self._table.generation)  # type: ignore[no-any-return]
+
+    def _looking(self) -> AbstractContextManager[object]:
+        return on_stream(self._stream)
 
     @property
     def nbytes(self) -> int:
@@ -204,3 +295,8 @@ class TensorLedger(TableReader):
 
 def _host(values: Any) -> Any:
     return None if values is None else values.cpu().numpy()
+
+
+def _is_there(work: Work) -> bool:
+    written: Any = work.written if isinstance(work, _DeviceWork) else None
+    return written is None or bool(written.query())

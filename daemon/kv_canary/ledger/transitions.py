@@ -15,6 +15,8 @@ from kv_canary.ledger.arrays import Arrays
 from kv_canary.ledger.states import FREE, LOADING, OPEN, SEALED, UNKNOWN, Reason
 
 Flag = Callable[[Reason, Any, Any, Any], None]
+Left = tuple[Any, Any]
+"""Pages and their generations, which nobody changes any more."""
 
 
 class PageTable:
@@ -147,6 +149,10 @@ class PageTable:
         self.identity[pages] = 0
         self.claim_identity[pages] = 0
         self._enter(pages, UNKNOWN)
+
+    def left(self, *columns: Any) -> list[Left]:
+        """For each column of pages of the event applied last, what its work is about."""
+        return [(pages, self.generation[pages]) for pages in columns]
 
     def _enter(self, pages: Any, state: int) -> None:
         self.state[pages] = state

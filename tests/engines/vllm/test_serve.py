@@ -25,7 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("serve")
     program = "import sys; from pathlib import Path; import models; models.build_llama(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", program, folder / "model"], cwd=HERE, check=True, timeout=120)
-    canary = {"KV_CANARY_BUDGET": "30%", "KV_CANARY_ALLOW_CONTENT_DRILLS": "on"}
+    canary = {"KV_CANARY_BUDGET": "3%", "KV_CANARY_ALLOW_CONTENT_DRILLS": "on"}
     with serving(folder / "model", folder, **canary) as running:
         yield running
 
