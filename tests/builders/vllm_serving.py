@@ -82,7 +82,7 @@ class Serving:
         return results
 
     def status(self, rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{self.canaries[rank]}/v1/status", timeout=10).json()
+        found: dict[str, Any] = httpx.get(f"{self.canaries[rank]}/v1/status", timeout=60).json()
         return found
 
     def counters(self, rank: int) -> dict[str, Any]:
@@ -90,10 +90,10 @@ class Serving:
         return found
 
     def incidents(self, rank: int) -> list[dict[str, Any]]:
-        found = httpx.get(f"{self.canaries[rank]}/v1/incidents?limit=1000", timeout=10).json()["incidents"]
+        found = httpx.get(f"{self.canaries[rank]}/v1/incidents?limit=1000", timeout=60).json()["incidents"]
         return [one for one in found if one["source"] == "real"]
 
-    def wait_for_incidents(self, rank: int, known: int, seconds: float = 30) -> list[dict[str, Any]]:
+    def wait_for_incidents(self, rank: int, known: int, seconds: float = 90) -> list[dict[str, Any]]:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if len(found := self.incidents(rank)) > known:

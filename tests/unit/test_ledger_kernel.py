@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders.ledgers import DEVICE
-from kv_canary.ledger import SEALED, TensorLedger
+from kv_canary.ledger import SEALED, Reason, TensorLedger
 
 PAGES = 8
 EVENTS = ("allocate", "write", "seal", "claim", "reopen", "adopt", "release", "free", "move", "forget", "step")
@@ -115,15 +115,22 @@ def test_a_call_with_one_page_many_times_is_one_event_for_it(name: str) -> None:
 def test_a_move_reads_its_sources_before_it_writes_its_targets() -> None:
     """1 -> 2 -> 3 -> 4 -> 5 -> 6 in one call, in more than one block: every page gets what its source had before."""
     reference, kernel = pair()
-    for event in (("adopt", [[1, 2, 4], [10, 20, 40], 0], {}), ("move", [[1, 2, 3, 4, 5], [2, 3, 4, 5, 6], 0], {})):
+    for event in (
+        ("adopt", [[1, 2, 4, 5], [10, 20, 40, 50], 0], {}),
+        ("move", [[1, 2, 3, 4, 5], [2, 3, 4, 5, 6], 0], {}),
+    ):
         for ledger in (reference, kernel):
             do(ledger, event)
     assert everything(kernel) == everything(reference)
-    assert kernel._table.identity.tolist() == [0, 10, 10, 20, 40, 40, 0, 0]
+    assert kernel._table.identity.tolist() == [0, 10, 10, 20, 40, 40, 50, 0]
 
 
-def test_a_large_call_is_left_to_the_reference() -> None:
+def test_a_large_call_is_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launched(*_: object) -> None:
+        raise AssertionError("a kernel was launched")
+
     reference, kernel = pair(large=3)
+    monkeypatch.setattr(kernel._table, "_run", launched)
     pages = torch.tensor([1, 2, 3, 4], device=DEVICE)
     for ledger in (reference, kernel):
         ledger.allocate(pages.to(ledger.device), 7)
@@ -147,7 +154,9 @@ def test_numbers_that_are_no_page_are_left_out() -> None:
     after = everything(kernel)
     after["changed_step"][1] = 0  # the target of a move from nowhere: nothing travelled
     assert after == before
-    do(kernel, ("seal", [[-1, 3], 9], {}))
+    do(kernel, ("seal", [[-1, 3, PAGES], 9], {}))
+    ((_, generations),) = kernel._table.left(None)
+    assert generations.tolist() == [-1, 0, -1]
     assert [state for state in everything(kernel)["state"] if state] == [SEALED]
     assert [one[1:3] for one in work(kernel)] == [([], []), ([], []), ([3], [0])]
 
@@ -156,3 +165,18 @@ def test_a_number_of_values_that_fits_no_page_is_refused() -> None:
     _, kernel = pair()
     with pytest.raises(ValueError, match="2 values for 3 pages"):
         do(kernel, ("allocate", [[1, 2, 3], [7, 8]], {}))
+
+
+def test_of_two_reasons_of_a_move_the_second_stays_wherever_the_page_occurs() -> None:
+    """Six places in blocks of four: all of them move onto a page in use, the first brings another identity as well."""
+    reference, kernel = pair()
+    for event in (
+        ("adopt", [[1], 70, 0], {}),
+        ("allocate", [[2], 5], {}),
+        ("claim", [[2], 71, 6], {}),
+        ("move", [[1, 3, 3, 3, 3, 3], [2] * 6, 9], {}),
+    ):
+        for ledger in (reference, kernel):
+            do(ledger, event)
+    assert everything(kernel) == everything(reference)
+    assert [violation.reason for violation in kernel.take_violations()] == [Reason.CLAIM_IDENTITY]

@@ -170,7 +170,7 @@ def test_more_differences_than_fit_are_said_to_be_incomplete(monkeypatch: pytest
     assert (outcome.read_pages, len(outcome.differences.rows), outcome.complete) == (PAGES, 3, False)
 
 
-def test_there_are_ranges_only_where_ledger_and_fingerprints_share_a_device() -> None:
+def test_there_are_ranges_only_where_ledger_and_fingerprints_share_a_device(caplog: pytest.LogCaptureFixture) -> None:
     memory = make_memory(8, page_bytes=256).to(DEVICE)
     group = make_group(memory)
     table = GpuTable(group)
@@ -179,6 +179,7 @@ def test_there_are_ranges_only_where_ledger_and_fingerprints_share_a_device() ->
     assert table.ranges(PageColumns(state=elsewhere, generation=elsewhere)) is None
     assert TensorTable(group).ranges(TensorLedger("full", 8, DEVICE).columns) is None
     assert table.ranges(TensorLedger("full", 8, DEVICE).columns) is not None
+    assert caplog.text == ""  # it was not tried
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_way_by_lists(

@@ -14,7 +14,7 @@ import pytest
 
 from builders.vllm_serving import RANKS, Load, Serving, serving
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).parent
 PROMPT = [(7 * number) % 250 + 3 for number in range(120)]
@@ -36,27 +36,27 @@ def test_each_rank_has_a_sidecar_and_one_knows_all(server: Serving) -> None:
     ports = [int(url.rsplit(":", 1)[1]) for url in server.canaries]
     assert ports == [ports[0] + rank for rank in range(RANKS)]
     for url in server.canaries:
-        (entry,) = httpx.get(f"{url}/v1/targets", timeout=10).json()
+        (entry,) = httpx.get(f"{url}/v1/targets", timeout=60).json()
         assert [f"http://{target}" for target in entry["targets"]] == server.canaries
 
 
 def test_load_raises_nothing_and_drills_and_switches_work_meanwhile(
     server: Serving, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Load(server) as load:
-        load.wait_for(40)
+    with Load(server, clients=2) as load:
+        load.wait_for(30)
         for rank, url in enumerate(server.canaries):
             for kind in ("fingerprint", "content"):
-                posted = httpx.post(f"{url}/v1/drills", json={"kind": kind}, timeout=10)
+                posted = httpx.post(f"{url}/v1/drills", json={"kind": kind}, timeout=60)
                 assert posted.status_code == 202
                 assert _drill(url, posted.json()["id"])["result"] == "detected", (rank, kind)
-            assert httpx.put(f"{url}/v1/canary", json={"enabled": False}, timeout=10).status_code == 200
+            assert httpx.put(f"{url}/v1/canary", json={"enabled": False}, timeout=60).status_code == 200
         load.wait_for(load.answers + 5)
         for url in server.canaries:
-            assert httpx.get(f"{url}/v1/status", timeout=10).json()["state"] == "disabled"
-            assert httpx.put(f"{url}/v1/canary", json={"enabled": True}, timeout=10).status_code == 200
-        load.wait_for(load.answers + 40)
-        latencies = [_scrape(url) for _ in range(100) for url in server.canaries]
+            assert httpx.get(f"{url}/v1/status", timeout=60).json()["state"] == "disabled"
+            assert httpx.put(f"{url}/v1/canary", json={"enabled": True}, timeout=60).status_code == 200
+        load.wait_for(load.answers + 20)
+        latencies = [_scrape(url) for _ in range(10) for url in server.canaries]
     assert load.failures == []
     for rank in range(RANKS):
         until = time.monotonic() + 60
@@ -96,7 +96,7 @@ def test_quarantine_reaches_the_scheduler_from_any_rank(server: Serving) -> None
     right = server.complete(prompt)
     page = max(server.in_workers("canary_pages")[last]["pages"])
     for url in server.canaries:
-        patched = httpx.patch(f"{url}/v1/settings", json={"on_mismatch": "quarantine"}, timeout=10)
+        patched = httpx.patch(f"{url}/v1/settings", json={"on_mismatch": "quarantine"}, timeout=60)
         assert patched.status_code == 200
     known = len(server.incidents(last))
     claims = server.counters(last)["claims"]
@@ -110,9 +110,9 @@ def test_quarantine_reaches_the_scheduler_from_any_rank(server: Serving) -> None
 
 
 def _drill(url: str, drill: str) -> dict[str, str]:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 90
     while True:
-        found: dict[str, str] = httpx.get(f"{url}/v1/drills/{drill}", timeout=10).json()
+        found: dict[str, str] = httpx.get(f"{url}/v1/drills/{drill}", timeout=60).json()
         if found["result"] != "running" or time.monotonic() > until:
             return found
         time.sleep(0.05)
@@ -120,5 +120,5 @@ def _drill(url: str, drill: str) -> dict[str, str]:
 
 def _scrape(url: str) -> float:
     started = time.perf_counter()
-    httpx.get(f"{url}/metrics", timeout=10).raise_for_status()
+    httpx.get(f"{url}/metrics", timeout=60).raise_for_status()
     return time.perf_counter() - started
