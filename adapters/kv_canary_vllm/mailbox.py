@@ -21,6 +21,7 @@ import socket
 import struct
 from collections import deque
 from contextlib import suppress
+from threading import Lock
 from time import monotonic
 from typing import Any
 
@@ -108,9 +109,14 @@ class Mailbox:
 
 
 class Uplink:
-    """A worker's end. `send` may be called from any thread: `deque` is atomic at both ends, and a message is whole."""
+    """A worker's end. The engine's thread connects, it and the canary thread send and flush.
+
+    One lock covers all state, so that messages keep their order and none is left behind by a connection that is made
+    at that moment. It is held for a call that does not wait.
+    """
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._socket: socket.socket | None = None
         self._address: str | None = None
         self._pending: deque[bytes] = deque(maxlen=_PENDING)
@@ -118,8 +124,11 @@ class Uplink:
 
     def connect(self, address: str) -> None:
         """To the mailbox of that address; does nothing when it is the same as before."""
-        if address == self._address:
-            return
+        if address != self._address:  # written by the caller's thread alone
+            with self._lock:
+                self._connect(address)
+
+    def _connect(self, address: str) -> None:
         self._address = address
         if self._socket is not None:
             self._socket.close()
@@ -136,18 +145,24 @@ class Uplink:
             connection.close()
             return
         self._socket = connection
-        self.flush()
+        self._flush()
 
     def send(self, message: dict[str, Any]) -> bool:
         """True when the message is on its way, or will be as soon as there is room; False when nobody hears it."""
-        if self._inside is not None:
-            self._inside.leave(message)
-            return True
-        self._pending.append(json.dumps(message).encode())
-        self.flush()
-        return self._socket is not None or self._address is None
+        with self._lock:
+            if self._inside is not None:
+                self._inside.leave(message)
+                return True
+            self._pending.append(json.dumps(message).encode())
+            self._flush()
+            return self._socket is not None or self._address is None
 
     def flush(self) -> None:
+        """Sends what there was no room for."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
         while self._socket is not None:
             try:
                 message = self._pending.popleft()
@@ -162,6 +177,7 @@ class Uplink:
                 self._socket = None
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
+import sys
 import threading
 from typing import Any
 
@@ -107,3 +108,29 @@ def test_many_threads_may_send_at_once(mailbox: Mailbox, uplink: Uplink) -> None
         uplink.flush()
         seen += [message["n"] for message in mailbox.take()]
     assert sorted(seen) == list(range(400))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["same process", "socket"])
+def test_nothing_is_lost_or_turned_round_while_the_connection_is_made(
+    mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch, inside: bool
+) -> None:
+    """The canary thread sends at the very moment at which the engine's thread learns where to."""
+    if not inside:
+        monkeypatch.setattr(module, "_here", {})
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            uplink = Uplink()
+            sender = threading.Thread(target=lambda end=uplink: [end.send({"n": n}) for n in range(30)])
+            sender.start()
+            uplink.connect(mailbox.address)
+            sender.join()
+            seen: list[int] = []
+            while found := mailbox.take():
+                seen += [message["n"] for message in found]
+            uplink.close()
+            mailbox.take()
+            assert seen == list(range(30))
+    finally:
+        sys.setswitchinterval(switch)

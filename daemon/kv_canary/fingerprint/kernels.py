@@ -194,27 +194,38 @@ def _place(step: Any, rows: Any, stripes: Any, page_major: Any) -> Any:
     return 2 * pair, min(2 * pair + 1, rows - 1), stripe
 
 
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _step(
+    step: Any, pages: Any, segments: Any, offsets: Any, starts: Any, lengths: Any, keys: Any, page_major: Any
+) -> Any:
+    """Rows, stripe and fingerprints of the step-th pair."""
+    rows, stripes = len(pages), len(starts) - 1
+    row, other, stripe = _place(step, rows, stripes, page_major)
+    then, other_then, next_stripe = _place(step + 1, rows, stripes, page_major)
+    value, other_value = _fingerprints(
+        pages[row],
+        pages[other],
+        stripe,
+        pages[then],
+        pages[other_then],
+        next_stripe,
+        segments,
+        offsets,
+        starts,
+        lengths,
+        keys,
+    )
+    return row, other, stripe, value, other_value
+
+
 def _read(
     pages: Any, segments: Any, offsets: Any, starts: Any, lengths: Any, keys: Any, page_major: Any, out: Any
 ) -> None:
-    rows, stripes = len(pages), len(starts) - 1
-    for step in range((rows + 1) // 2 * stripes):
-        row, other, stripe = _place(step, rows, stripes, page_major)
-        then, other_then, next_stripe = _place(step + 1, rows, stripes, page_major)
-        values = _fingerprints(
-            pages[row],
-            pages[other],
-            stripe,
-            pages[then],
-            pages[other_then],
-            next_stripe,
-            segments,
-            offsets,
-            starts,
-            lengths,
-            keys,
+    for step in range((len(pages) + 1) // 2 * (len(starts) - 1)):
+        row, other, stripe, value, other_value = _step(
+            step, pages, segments, offsets, starts, lengths, keys, page_major
         )
-        out[row, stripe], out[other, stripe] = values
+        out[row, stripe], out[other, stripe] = value, other_value
 
 
 def _verify(
@@ -230,29 +241,16 @@ def _verify(
     where: Any,
     found: Any,
 ) -> Any:
-    count, stripes = len(pages), len(starts) - 1
     differences = 0
-    for step in range((count + 1) // 2 * stripes):
-        row, other, stripe = _place(step, count, stripes, page_major)
-        then, other_then, next_stripe = _place(step + 1, count, stripes, page_major)
-        values = _fingerprints(
-            pages[row],
-            pages[other],
-            stripe,
-            pages[then],
-            pages[other_then],
-            next_stripe,
-            segments,
-            offsets,
-            starts,
-            lengths,
-            keys,
+    for step in range((len(pages) + 1) // 2 * (len(starts) - 1)):
+        row, other, stripe, value, other_value = _step(
+            step, pages, segments, offsets, starts, lengths, keys, page_major
         )
         for one in range(1 + (other != row)):
-            which, value = (row, values[0]) if one == 0 else (other, values[1])
-            if value != expected[pages[which], stripe]:
+            which, seen = (row, value) if one == 0 else (other, other_value)
+            if seen != expected[pages[which], stripe]:
                 if differences < len(rows):
-                    rows[differences], where[differences], found[differences] = which, stripe, value
+                    rows[differences], where[differences], found[differences] = which, stripe, seen
                 differences += 1
     return differences
 

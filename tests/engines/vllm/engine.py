@@ -8,6 +8,8 @@ import ctypes
 import os
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,16 @@ def wait_for_incident(guard: Any, known: int, *, seconds: float = 30) -> list[An
 
 def real_incidents(guard: Any) -> list[Any]:
     return [one for one in guard.sidecar.settle().incidents if one.source == "real"]
+
+
+@contextmanager
+def nobody_reading(guard: Any) -> Iterator[None]:
+    """For a fault, or its mending, that must not fall between the two reads of one verification."""
+    assert guard.sidecar.suspend("a test changes bytes", 30)
+    try:
+        yield
+    finally:
+        guard.sidecar.resume("a test changes bytes")
 
 
 def flip(buffer: Any, page: int, byte: int, bit: int = 0) -> None:

@@ -17,6 +17,7 @@ from engine import (
     flip,
     generate,
     guard_of,
+    nobody_reading,
     prompts_of_traffic,
     real_incidents,
     scheduler_of,
@@ -105,9 +106,11 @@ def hybrid_faults(model: Path) -> Outcome:
         for number, buffer in enumerate(one.group.buffers):
             page = pages[number]
             known = len(real_incidents(guard))
-            flip(buffer, page, buffer.run_bytes - 1, bit=7)
+            with nobody_reading(guard):
+                flip(buffer, page, buffer.run_bytes - 1, bit=7)
             incidents = wait_for_incident(guard, known)
-            flip(buffer, page, buffer.run_bytes - 1, bit=7)
+            with nobody_reading(guard):
+                flip(buffer, page, buffer.run_bytes - 1, bit=7)
             found.append(
                 {"group": one.group.name, "page": page, "layer": buffer.layer, "told": [told(i) for i in incidents]}
             )
@@ -130,9 +133,11 @@ def faults(model: Path) -> Outcome:
         for page in (pages[0], pages[-1]):
             for byte in (0, buffer.run_bytes - 1):
                 known = len(real_incidents(guard))
-                flip(buffer, page, byte, bit=3)
+                with nobody_reading(guard):
+                    flip(buffer, page, byte, bit=3)
                 incidents = wait_for_incident(guard, known)
-                flip(buffer, page, byte, bit=3)
+                with nobody_reading(guard):
+                    flip(buffer, page, byte, bit=3)
                 flips.append({"layer": buffer.layer, "page": page, "told": [told(one) for one in incidents]})
     outcome["flips"] = flips
 
@@ -152,9 +157,11 @@ def faults(model: Path) -> Outcome:
             if not block.is_null and block.ref_cnt == 0 and (block.block_hash is not None) == cached
         )
         known = len(real_incidents(guard))
-        flip(buffer, block.block_id, 100)
+        with nobody_reading(guard):
+            flip(buffer, block.block_id, 100)
         late[kind] = [told(one) for one in wait_for_incident(guard, known)]
-        flip(buffer, block.block_id, 100)
+        with nobody_reading(guard):
+            flip(buffer, block.block_id, 100)
     outcome["late"] = late
 
     # a phantom hit: the hash of one prefix is made to point at a block that holds other tokens
@@ -201,9 +208,11 @@ def _flip_under_a_running_request(llm: Any, guard: Any) -> Outcome:
     guard.sidecar.settle()
     buffer = buffers_of(guard, "full")[-1]
     known = len(real_incidents(guard))
-    flip(buffer, page, 17)
+    with nobody_reading(guard):
+        flip(buffer, page, 17)
     incidents = wait_for_incident(guard, known)
-    flip(buffer, page, 17)
+    with nobody_reading(guard):
+        flip(buffer, page, 17)
     _finish(llm)
     return {"request": request_id, "page": page, "layer": buffer.layer, "told": [told(one) for one in incidents]}
 
@@ -256,8 +265,9 @@ def quarantine(model: Path) -> Outcome:
     buffer = buffers_of(guard, "full")[0]
 
     def spoil(page: int) -> None:
-        for byte in range(1, buffer.run_bytes, 2):  # the upper half of each bfloat16: an exponent far too big
-            flip(buffer, page, byte, bit=6)
+        with nobody_reading(guard):
+            for byte in range(1, buffer.run_bytes, 2):  # the upper half of each bfloat16: an exponent far too big
+                flip(buffer, page, byte, bit=6)
 
     def cached_block() -> int:
         return next(block.block_id for block in pool.blocks if block.block_hash is not None and block.ref_cnt == 0)
@@ -309,7 +319,8 @@ def raising(model: Path) -> Outcome:
     prompts = prompts_of_traffic(8, 1)
     generate(llm, prompts)
     page = sealed_pages(guard)[0]
-    flip(buffers_of(guard, "full")[0], page, 5)
+    with nobody_reading(guard):
+        flip(buffers_of(guard, "full")[0], page, 5)
     incidents = wait_for_incident(guard, 0)
     try:
         generate(llm, prompts)

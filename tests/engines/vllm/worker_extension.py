@@ -37,26 +37,29 @@ class FaultInjection:
 
     def canary_flip(self, rank: int, page: int, layer: int, byte: int, mask: int) -> bool:
         """Flips bits of one byte of a page on one rank."""
-        from engine import flip
+        from engine import flip, nobody_reading
 
         guard = _guard()
         if guard._rank != rank:
             return False
         buffer = next(one for one in _buffers(guard) if one.layer == layer)
-        for bit in range(8):
-            if mask >> bit & 1:
-                flip(buffer, page, byte, bit)
+        with nobody_reading(guard):
+            for bit in range(8):
+                if mask >> bit & 1:
+                    flip(buffer, page, byte, bit)
         return True
 
     def canary_spoil(self, rank: int, page: int) -> bool:
         """Makes every number of a page's first layer far too big on one rank."""
-        from engine import flip
+        from engine import flip, nobody_reading
 
-        if _guard()._rank != rank:
+        guard = _guard()
+        if guard._rank != rank:
             return False
-        buffer = _buffers(_guard())[0]
-        for byte in range(1, buffer.run_bytes, 2):
-            flip(buffer, page, byte, bit=6)
+        buffer = _buffers(guard)[0]
+        with nobody_reading(guard):
+            for byte in range(1, buffer.run_bytes, 2):
+                flip(buffer, page, byte, bit=6)
         return True
 
 
