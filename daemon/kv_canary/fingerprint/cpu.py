@@ -12,10 +12,13 @@ from kv_canary.errors import GeometryError
 from kv_canary.fingerprint import spec
 from kv_canary.fingerprint.kernels import compiled_kernels
 from kv_canary.fingerprint.table import Differences, FingerprintArray, PageArray
+from kv_canary.fingerprint.tensor import words_of
 from kv_canary.geometry import WORD, CanaryGroup, PageBuffer
 from kv_canary.identity import splitmix64_scalar
 from kv_canary.ledger.columns import PageColumns
 
+TILE_BYTES = 64 << 10  # of one segment: what is read in a row before the next tensor's turn
+MAXIMUM_TILE = 64  # pages
 _MAXIMUM_DIFFERENCES = 4096  # rows kept of one launch; a page that does not fit is found by the next sweep
 
 
@@ -63,14 +66,18 @@ class Plan:
         self.starts = np.array(starts, np.int64)
         self.lengths = np.array([splitmix64_scalar(stripe.bytes_per_page) for stripe in group.stripes], np.uint64)
         self.keys = spec.keys(max((stripe.words for stripe in group.stripes), default=1))
-        # Stripes that lie inside one page are read page after page, stripes in tensors of their own one tensor after
-        # the other: either way addresses rise.
-        bases = [stripe.buffers[0].address for stripe in group.stripes]
-        self.page_major = len(bases) < 2 or max(bases) - min(bases) < min(b.page_stride for b in group.buffers)
+        # A page whose segments all lie inside it is read as a whole, page after page; of tensors of their own first the
+        # bytes of a whole tile, then those of the next tensor: either way addresses rise for as long as can be.
+        addresses = self.segments[:, 0]
+        self.page_major = len(rows) == 0 or bool(
+            np.ptp(addresses) < min(buffer.page_stride for buffer in group.buffers)
+        )
+        run_bytes = TILE_BYTES if self.page_major else int(self.segments[:, 2].mean()) * WORD
+        self.tile = max(2, min(MAXIMUM_TILE, TILE_BYTES // max(1, run_bytes)) // 2 * 2)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        return self.segments, self.offsets, self.starts, self.lengths, self.keys, self.page_major
+        return self.segments, self.offsets, self.starts, self.lengths, self.keys, self.page_major, self.tile
 
 
 def _is_word_aligned(buffer: PageBuffer) -> bool:
@@ -155,6 +162,9 @@ class CpuTable:
 
     def store(self, pages: PageArray, fingerprints: FingerprintArray) -> None:
         self._expected[pages] = fingerprints
+
+    def words(self, page: int, stripe: int) -> FingerprintArray:
+        return words_of(self._group.stripes[stripe], page)
 
     def synchronize(self) -> None:
         """Nothing runs behind a call."""

@@ -2,9 +2,10 @@
 `compiled_kernels`.
 
 They read each page once, two pages at a time: the keys are loaded once for both, and two streams keep the memory
-busier than one. A kernel works in blocks of 64 words: a block is one vectorised loop, and the lines that are needed
-`PREFETCH_BLOCKS` blocks later, in the next run if this one ends before, are asked for ahead of it, because a loop with
-a multiplication in it leaves the processor too few loads in flight.
+busier than one. Pages come in tiles: of one tensor the bytes of all pages of a tile, then those of the next tensor, so
+that short rows are still read in long pieces. A kernel works in blocks of 64 words: a block is one vectorised loop,
+and the lines that are needed `PREFETCH_BLOCKS` blocks later, in the next run if this one ends before, are asked for
+ahead of it, because a loop with a multiplication in it leaves the processor too few loads in flight.
 Compilation takes seconds and holds the GIL, so it happens at attach, and is cached on disk where that is possible.
 """
 
@@ -146,86 +147,107 @@ def _gathered_sum(base: Any, size: Any, offsets: Any, position: Any, keys: Any, 
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _fingerprints(
-    page: Any,
-    other: Any,
+def _fingerprint_tile(
+    pages: Any,
+    begin: Any,
+    end: Any,
     stripe: Any,
-    next_page: Any,
-    next_other: Any,
+    next_begin: Any,
     next_stripe: Any,
     segments: Any,
     offsets: Any,
     starts: Any,
     lengths: Any,
     keys: Any,
-) -> Any:
-    """Fingerprints of two pages of one stripe; the next ones are named so that their first lines are under way."""
-    total, other_total = np.uint64(0), np.uint64(0)
+    tile: Any,
+    out: Any,
+) -> None:
+    """Fingerprints of the rows `begin` .. `end - 1` of `pages` in one stripe, into the first places of `out`.
+
+    One segment after the other, two pages at a time, one from each half of the tile: of neighbouring pages each of the
+    two streams goes on where it was, for as long as half a tile is. The next tile is named so that its first lines are under way.
+    """
+    for place in range(end - begin):
+        out[place] = np.uint64(0)
+    half = (end - begin + 1) // 2
+    next_half = (min(next_begin + tile, len(pages)) - next_begin + 1) // 2
     last = starts[stripe + 1] - 1
     for s in range(starts[stripe], last + 1):
-        base = np.uint64(segments[s, ADDRESS] + page * segments[s, STRIDE])
-        second = np.uint64(segments[s, ADDRESS] + other * segments[s, STRIDE])
         count, tail, start = segments[s, WORDS], segments[s, TAIL], segments[s, KEY]
-        if segments[s, GATHER] >= 0:
-            total += _gathered_sum(base, 8 * count + tail, offsets, segments[s, GATHER], keys, start)
-            other_total += _gathered_sum(second, 8 * count + tail, offsets, segments[s, GATHER], keys, start)
-        else:
-            n, p, q = (s + 1, page, other) if s < last else (starts[next_stripe], next_page, next_other)
-            ahead = np.uint64(segments[n, ADDRESS] + p * segments[n, STRIDE])
-            other_ahead = np.uint64(segments[n, ADDRESS] + q * segments[n, STRIDE])
-            sums = _run_sums(base, second, count, keys, start, ahead, other_ahead)
-            total += sums[0]
-            other_total += sums[1]
-            if tail:
-                total += _tail_term(base + np.uint64(8 * count), tail, keys[start + count])
-                other_total += _tail_term(second + np.uint64(8 * count), tail, keys[start + count])
-    return _splitmix(total ^ lengths[stripe]), _splitmix(other_total ^ lengths[stripe])
+        for row in range(begin, begin + half):
+            pair = row + half if row + half < end else row  # an odd row is a pair with itself
+            base = np.uint64(segments[s, ADDRESS] + pages[row] * segments[s, STRIDE])
+            other = np.uint64(segments[s, ADDRESS] + pages[pair] * segments[s, STRIDE])
+            if segments[s, GATHER] >= 0:
+                total = _gathered_sum(base, 8 * count + tail, offsets, segments[s, GATHER], keys, start)
+                other_total = _gathered_sum(other, 8 * count + tail, offsets, segments[s, GATHER], keys, start)
+            else:
+                n, then, other_then = s, row + 1, pair + 1
+                if then >= begin + half:
+                    n, then, other_then = s + 1, begin, begin + half
+                    if s == last:
+                        n, then, other_then = starts[next_stripe], next_begin, next_begin + next_half
+                other_then = min(other_then, len(pages) - 1)
+                ahead = np.uint64(segments[n, ADDRESS] + pages[then] * segments[n, STRIDE])
+                other_ahead = np.uint64(segments[n, ADDRESS] + pages[other_then] * segments[n, STRIDE])
+                total, other_total = _run_sums(base, other, count, keys, start, ahead, other_ahead)
+                if tail:
+                    total += _tail_term(base + np.uint64(8 * count), tail, keys[start + count])
+                    other_total += _tail_term(other + np.uint64(8 * count), tail, keys[start + count])
+            out[row - begin] += total
+            if pair != row:
+                out[pair - begin] += other_total
+    for place in range(end - begin):
+        out[place] = _splitmix(out[place] ^ lengths[stripe])
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _place(step: Any, rows: Any, stripes: Any, page_major: Any) -> Any:
-    """Two rows and the stripe of the step-th pair of fingerprints, in the order in which addresses rise.
-
-    An odd last row is a pair with itself.
-    """
-    pairs = (rows + 1) // 2
-    step = min(step, pairs * stripes - 1)
-    pair, stripe = (step // stripes, step % stripes) if page_major else (step % pairs, step // pairs)
-    return 2 * pair, min(2 * pair + 1, rows - 1), stripe
+def _place(step: Any, tiles: Any, stripes: Any, page_major: Any) -> Any:
+    """Tile and stripe of a step, in the order in which addresses rise; the last one after the end."""
+    step = min(step, tiles * stripes - 1)
+    return (step // stripes, step % stripes) if page_major else (step % tiles, step // tiles)
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _step(
-    step: Any, pages: Any, segments: Any, offsets: Any, starts: Any, lengths: Any, keys: Any, page_major: Any
+    step: Any,
+    pages: Any,
+    segments: Any,
+    offsets: Any,
+    starts: Any,
+    lengths: Any,
+    keys: Any,
+    page_major: Any,
+    tile: Any,
+    out: Any,
 ) -> Any:
-    """Rows, stripe and fingerprints of the step-th pair."""
-    rows, stripes = len(pages), len(starts) - 1
-    row, other, stripe = _place(step, rows, stripes, page_major)
-    then, other_then, next_stripe = _place(step + 1, rows, stripes, page_major)
-    value, other_value = _fingerprints(
-        pages[row],
-        pages[other],
-        stripe,
-        pages[then],
-        pages[other_then],
-        next_stripe,
-        segments,
-        offsets,
-        starts,
-        lengths,
-        keys,
+    """The step-th tile of one stripe: its first row, the row behind it, and the stripe; fingerprints are in `out`."""
+    tiles, stripes = (len(pages) + tile - 1) // tile, len(starts) - 1
+    here, stripe = _place(step, tiles, stripes, page_major)
+    then, next_stripe = _place(step + 1, tiles, stripes, page_major)
+    begin, end = here * tile, min((here + 1) * tile, len(pages))
+    _fingerprint_tile(
+        pages, begin, end, stripe, then * tile, next_stripe, segments, offsets, starts, lengths, keys, tile, out
     )
-    return row, other, stripe, value, other_value
+    return begin, end, stripe
 
 
 def _read(
-    pages: Any, segments: Any, offsets: Any, starts: Any, lengths: Any, keys: Any, page_major: Any, out: Any
+    pages: Any,
+    segments: Any,
+    offsets: Any,
+    starts: Any,
+    lengths: Any,
+    keys: Any,
+    page_major: Any,
+    tile: Any,
+    out: Any,
 ) -> None:
-    for step in range((len(pages) + 1) // 2 * (len(starts) - 1)):
-        row, other, stripe, value, other_value = _step(
-            step, pages, segments, offsets, starts, lengths, keys, page_major
-        )
-        out[row, stripe], out[other, stripe] = value, other_value
+    seen = np.empty(tile, np.uint64)
+    for step in range((len(pages) + tile - 1) // tile * (len(starts) - 1)):
+        begin, end, stripe = _step(step, pages, segments, offsets, starts, lengths, keys, page_major, tile, seen)
+        for row in range(begin, end):
+            out[row, stripe] = seen[row - begin]
 
 
 def _verify(
@@ -236,21 +258,20 @@ def _verify(
     lengths: Any,
     keys: Any,
     page_major: Any,
+    tile: Any,
     expected: Any,
     rows: Any,
     where: Any,
     found: Any,
 ) -> Any:
+    seen = np.empty(tile, np.uint64)
     differences = 0
-    for step in range((len(pages) + 1) // 2 * (len(starts) - 1)):
-        row, other, stripe, value, other_value = _step(
-            step, pages, segments, offsets, starts, lengths, keys, page_major
-        )
-        for one in range(1 + (other != row)):
-            which, seen = (row, value) if one == 0 else (other, other_value)
-            if seen != expected[pages[which], stripe]:
+    for step in range((len(pages) + tile - 1) // tile * (len(starts) - 1)):
+        begin, end, stripe = _step(step, pages, segments, offsets, starts, lengths, keys, page_major, tile, seen)
+        for row in range(begin, end):
+            if seen[row - begin] != expected[pages[row], stripe]:
                 if differences < len(rows):
-                    rows[differences], where[differences], found[differences] = which, stripe, seen
+                    rows[differences], where[differences], found[differences] = row, stripe, seen[row - begin]
                 differences += 1
     return differences
 
@@ -281,7 +302,7 @@ def _compile(*, cache: bool) -> tuple[Kernel, Kernel, Kernel]:
     verify = numba.njit(nogil=True, cache=cache)(_verify)
     exchange = numba.njit(cache=cache)(_exchange)  # keeps the GIL: see `cpu.exchange_byte`
     i64, u64, table = np.zeros(1, np.int64), np.zeros(1, np.uint64), np.zeros((1, 1), np.uint64)
-    plan = (np.zeros((0, 6), np.int64), i64, i64, np.zeros(0, np.uint64), u64, True)
+    plan = (np.zeros((0, 6), np.int64), i64, i64, np.zeros(0, np.uint64), u64, True, 2)
     pages = np.zeros(0, np.int64)
     read(pages, *plan, table)
     verify(pages, *plan, table, i64, i64.copy(), u64.copy())

@@ -14,7 +14,8 @@ import torch
 
 from kv_canary.fingerprint import spec
 from kv_canary.fingerprint.table import Differences, FingerprintArray, PageArray
-from kv_canary.geometry import WORD, CanaryGroup, PageBuffer
+from kv_canary.fingerprint.words import logical_shift, signed, splitmix
+from kv_canary.geometry import WORD, CanaryGroup, PageBuffer, Stripe
 from kv_canary.identity import splitmix64_scalar
 from kv_canary.ledger.columns import PageColumns
 from kv_canary.streams import lowest_stream, on_stream
@@ -22,21 +23,6 @@ from kv_canary.streams import lowest_stream, on_stream
 CHUNK_BYTES = 4 << 20
 
 _LOW = 0xFFFFFFFF
-
-
-def _logical_shift(values: torch.Tensor, bits: int) -> torch.Tensor:
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _splitmix(values: torch.Tensor) -> torch.Tensor:
-    z = values + _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _logical_shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _logical_shift(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _logical_shift(z, 31)
 
 
 def _pages_view(buffer: PageBuffer) -> torch.Tensor:
@@ -50,6 +36,15 @@ def _pages_view(buffer: PageBuffer) -> torch.Tensor:
     )
 
 
+def words_of(stripe: Stripe, page: int) -> FingerprintArray:
+    """A host copy of the words of one page, on the current stream."""
+    parts = []
+    for buffer in stripe.buffers:
+        raw = _pages_view(buffer)[page].reshape(-1)
+        parts.append(torch.nn.functional.pad(raw, (0, -len(raw) % WORD)).cpu().numpy().view(np.uint64))
+    return np.concatenate(parts)
+
+
 class TensorTable:
     """`FingerprintTable` in torch operations."""
 
@@ -61,7 +56,7 @@ class TensorTable:
         self._views = [[_pages_view(buffer) for buffer in stripe.buffers] for stripe in group.stripes]
         keys = spec.keys(max((stripe.words for stripe in group.stripes), default=1)).view(np.int64)
         self._keys = torch.from_numpy(keys.copy()).to(self._device)
-        self._lengths = [_signed(splitmix64_scalar(stripe.bytes_per_page)) for stripe in group.stripes]
+        self._lengths = [signed(splitmix64_scalar(stripe.bytes_per_page)) for stripe in group.stripes]
         self._expected = np.zeros((group.pages, len(group.stripes)), np.uint64)
         self._stream = lowest_stream(self._device)
         self._rows = max(1, CHUNK_BYTES // max((stripe.words * WORD for stripe in group.stripes), default=1))
@@ -93,10 +88,10 @@ class TensorTable:
                 raw = torch.nn.functional.pad(raw, (0, -raw.shape[1] % WORD))
             words = raw.view(torch.int64)
             v = words ^ self._keys[first : first + buffer.words]
-            terms = (v & _LOW) * _logical_shift(v, 32) + ((words << 32) | _logical_shift(words, 32))
+            terms = (v & _LOW) * logical_shift(v, 32) + ((words << 32) | logical_shift(words, 32))
             total += terms.sum(dim=1)
             first += buffer.words
-        return _splitmix(total ^ self._lengths[stripe])
+        return splitmix(total ^ self._lengths[stripe])
 
     def verify(self, pages: PageArray) -> Differences:
         found = self.read(pages)
@@ -108,6 +103,10 @@ class TensorTable:
 
     def store(self, pages: PageArray, fingerprints: FingerprintArray) -> None:
         self._expected[pages] = fingerprints
+
+    def words(self, page: int, stripe: int) -> FingerprintArray:
+        with torch.inference_mode(), self._on_stream():
+            return words_of(self._group.stripes[stripe], page)
 
     def synchronize(self) -> None:
         if self._stream is not None:
