@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+_SERVERS = ("vllm", "sglang")
+_TRANSFORMERS = ["test_transformers.py", "test_transformers_pressure.py", "test_transformers_faults.py"]
+
+# An environment with a server brings the transformers that the server wants, which is not what those tests are for.
 collect_ignore = [
-    *([] if find_spec("vllm") else ["vllm"]),
-    *(["test_transformers.py", "test_transformers_pressure.py"] if find_spec("vllm") else []),
+    *(server for server in _SERVERS if not find_spec(server)),
+    *(_TRANSFORMERS if any(map(find_spec, _SERVERS)) else []),
 ]
