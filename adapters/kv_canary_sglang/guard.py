@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kv_canary.errors import CanaryMismatchError, UnsupportedEngineError, UnsupportedPoolError
+from kv_canary.errors import CanaryMismatchError, GeometryError, UnsupportedEngineError, UnsupportedPoolError
 from kv_canary.fingerprint.kernels import compiled_kernels
 from kv_canary.geometry import CanaryGroup, unguarded_group
 from kv_canary.hooks import Hooks
+from kv_canary.ledger import HostLedger
 from kv_canary.ledger.base import OwnerNames
 from kv_canary.registry import attach_canary_groups
 from kv_canary.settings import Settings
@@ -77,9 +77,12 @@ class SchedulerGuard:
 
     def _attach(self, quarantined: Quarantined) -> None:
         groups, uncovered = self._groups()
-        by_kind: Callable[[CanaryGroup], bool] = lambda group: group.kind == "swa"  # noqa: E731
-        full = [group for group in groups if not by_kind(group)]
-        windowed = [group for group in groups if by_kind(group)]
+        if self.refusal is not None or not groups:  # listed, and nothing is hooked
+            pages = max((group.pages for group in groups), default=1)
+            self.sidecar.attach(self.gate, [(HostLedger("slots", pages), groups)], uncovered=uncovered)
+            return
+        full = [group for group in groups if group.kind != "swa"]
+        windowed = [group for group in groups if group.kind == "swa"]
         scheduler = self._scheduler
         order = EventOrder(self._device, getattr(scheduler, "forward_stream", None))
         names = OwnerNames()
@@ -96,11 +99,10 @@ class SchedulerGuard:
                     raise UnsupportedEngineError(
                         f"group {group.name} has {group.pages} pages, its allocator {space.pages}: they do not fit"
                     )
-        if self.refusal is None:
-            self._record(spaces[0][0], window, order, names, quarantined)
-            for space, _ in spaces:
-                space.hook(self._hooks)
-                self.gate.ledgers[space.name] = space.ledger
+        self._record(spaces[0][0], window, order, names, quarantined)
+        for space, _ in spaces:
+            space.hook(self._hooks)
+            self.gate.ledgers[space.name] = space.ledger
         self.sidecar.attach(
             self.gate, [(space.ledger, members) for space, members in spaces if members], uncovered=uncovered
         )
@@ -132,7 +134,7 @@ class SchedulerGuard:
         pools.register()
         try:
             found = attach_canary_groups(pool=self._pool, settings=self._settings, device=self._device)
-        except UnsupportedPoolError as error:
+        except (UnsupportedPoolError, GeometryError) as error:
             logger.error("this scheduler is not guarded: %s", error)
             return [], [UncoveredBuffer(name=type(self._pool).__qualname__, reason=str(error))]
         groups = [self._guardable(group) for group in found]
@@ -141,7 +143,7 @@ class SchedulerGuard:
                 drafts = attach_canary_groups(
                     pool=pool, settings=self._settings, device=self._device, kv_token_id_vs_position_offset=1
                 )
-            except UnsupportedPoolError as error:
+            except (UnsupportedPoolError, GeometryError) as error:
                 return groups, [UncoveredBuffer(name=type(pool).__qualname__, reason=str(error))]
             groups += [
                 replace(_unguarded(group, DRAFT_REASON), name=f"draft_{group.name}", kv_token_id_vs_position_offset=1)

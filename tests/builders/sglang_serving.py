@@ -74,6 +74,22 @@ class Server:
         ids: list[int] = answer.json()["output_ids"]
         return ids
 
+    def converse(self, turns: list[list[int]], *, tokens: int = 12) -> None:
+        """One session; each turn goes on from the one before."""
+        session = httpx.post(f"{self.url}/open_session", json={"capacity_of_str_len": 4096}, timeout=60).json()
+        last: str | None = None
+        for turn in turns:
+            sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            body = {
+                "input_ids": turn,
+                "sampling_params": sampling,
+                "session_params": {"id": session, "rid": last, "offset": -1, "replace": True},
+            }
+            answer = httpx.post(f"{self.url}/generate", json=body, timeout=120)
+            answer.raise_for_status()
+            last = answer.json()["meta_info"]["id"]
+        httpx.post(f"{self.url}/close_session", json={"session_id": session}, timeout=60).raise_for_status()
+
     def abandon(self, prompt: list[int]) -> None:
         """Reads a little of a stream, then hangs up: the server aborts the request."""
         body = {
@@ -108,20 +124,48 @@ class Server:
         return value
 
 
-@contextmanager
-def serving(model: Path, folder: Path, *, canary: dict[str, str] | None = None, **options: Any) -> Iterator[Server]:
-    """`canary`: `KV_CANARY_*` settings; None: the canary is not switched on. `options`: of the server."""
-    port, log = free_port(), folder / "server.log"
+def environment_of(folder: Path, canary: dict[str, str] | None) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KV_CANARY")}
     environment |= {
         "SGLANG_USE_CPU_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(INSIDE),
+        "PYTHONPATH": os.pathsep.join([str(INSIDE), str(INSIDE.parents[2])]),
         "TEST_INSIDE": str(folder / "inside"),
     }
     if canary is not None:
         environment |= {"KV_CANARY": "on", "KV_CANARY_PORT": "0", "KV_CANARY_BUDGET": "50%", **canary}
+    return environment
+
+
+@contextmanager
+def running_engine(model: Path, folder: Path, program: Path) -> Iterator[tuple[Server, list[list[int]]]]:
+    """A program that has an engine of its own, and what it answered; it ends when it is told to."""
+    with (folder / "engine.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, program, model],
+            env=environment_of(folder, {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            text=True,
+        )
+    try:
+        assert process.stdout is not None
+        told = next((line for line in process.stdout if line.startswith("{")), None)
+        assert told is not None, (folder / "engine.log").read_text()[-6000:]
+        yield Server(url="", socket=str(folder / "inside"), log=folder / "engine.log"), json.loads(told)["tokens"]
+        process.communicate("\n", timeout=60)
+    finally:
+        _stop(process)
+
+
+@contextmanager
+def serving(model: Path, folder: Path, *, canary: dict[str, str] | None = None, **options: Any) -> Iterator[Server]:
+    """`canary`: `KV_CANARY_*` settings; None: the canary is not switched on. `options`: of the server."""
+    port, log = free_port(), folder / "server.log"
+    environment = environment_of(folder, canary)
     arguments = [f"--model-path={model}", f"--port={port}", "--host=127.0.0.1"]
     for name, value in (OPTIONS | {name.replace("_", "-"): value for name, value in options.items()}).items():
         if value is not False:
@@ -142,7 +186,7 @@ def serving(model: Path, folder: Path, *, canary: dict[str, str] | None = None, 
         _stop(process)
 
 
-def _wait(server: Server, process: subprocess.Popen[bytes], seconds: float = 180) -> None:
+def _wait(server: Server, process: subprocess.Popen[Any], seconds: float = 180) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         assert process.poll() is None, server.log.read_text()[-6000:]
@@ -155,7 +199,7 @@ def _wait(server: Server, process: subprocess.Popen[bytes], seconds: float = 180
     raise AssertionError(f"not healthy after {seconds} s:\n{server.log.read_text()[-6000:]}")
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[Any]) -> None:
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)
