@@ -56,6 +56,7 @@ def _group(
             page_stride=allocator.bytes_per_block,
             rows=rows,
             row_bytes=half // rows,
+            dtype=getattr(allocator, "cache_dtype", None),
         )
         for index, layer in enumerate(allocator.layer_indices)
         for part, start in (("k", 0), ("v", half))

@@ -7,6 +7,7 @@ lock.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from kv_canary.ledger import Fence, HostLedger
 from kv_canary.registry import attach_canary_groups
 from kv_canary.sidecar import Sidecar
 from kv_canary.snapshot import UncoveredBuffer
+from kv_canary_transformers.offload import OPEN_BLOCK_REASON, UNKNOWN_REASON, OffloadRecorder
 from kv_canary_transformers.recorder import Progress, Recorder
 
 _BATCHES_IN_FLIGHT = 4  # two with asynchronous batching; warm-up batches are never updated and fall off the end
@@ -43,14 +45,18 @@ class ProcessorGuard:
         self._check_targets()
         pools = []
         self.recorders: list[Recorder] = []
+        manager = processor.offloading_manager
+        travels = OffloadRecorder.has_pool(manager) and OffloadRecorder.is_modelled(manager)
         for allocator in self._cache.cache_allocators.values():
             groups = attach_canary_groups(
                 pool=allocator, settings=sidecar.settings, device=torch.device(self._cache.device)
             )
+            groups = tuple(replace(group, travels=travels) for group in groups)
             ledger = HostLedger(groups[0].name, groups[0].pages)
             self.recorders.append(Recorder(allocator, ledger, self._fence))
             pools.append((ledger, groups))
         self._by_index = {recorder.index: recorder for recorder in self.recorders}
+        self._offload = OffloadRecorder(manager, self.recorders) if travels else None
         self._install()
         try:
             sidecar.attach(self.gate, pools, uncovered=self._uncovered())
@@ -76,6 +82,8 @@ class ProcessorGuard:
         states = {**scheduler.waiting_requests, **scheduler.active_requests}
         self._batches.clear()
         self._sector_owner = {}
+        if self._offload is not None:
+            self._offload.forget()
         for recorder in self.recorders:
             trees = self._pool._free_blocks[recorder.index].trees
             blocks = [block for leaves in trees.values() for block in leaves]
@@ -141,6 +149,8 @@ class ProcessorGuard:
         wrap(pool, "allocate_sector", event="forget", before=self._sector_given)
         for recorder in self.recorders:
             self._install_on_allocator(recorder)
+        if self._offload is not None:
+            self._offload.install(self._hooks)
 
     def _install_on_allocator(self, recorder: Recorder) -> None:
         wrap, allocator = self._hooks.wrap, recorder.allocator
@@ -264,6 +274,7 @@ class ProcessorGuard:
         return StreamFence(stream) if stream is not None else None
 
     def _uncovered(self) -> tuple[UncoveredBuffer, ...]:
-        if self.processor.offloading_manager._cpu_pool is None:
+        if not OffloadRecorder.has_pool(self.processor.offloading_manager):
             return ()
-        return (UncoveredBuffer(name="cpu swap pool", reason="blocks offloaded to the CPU are not checked there"),)
+        reason = UNKNOWN_REASON if self._offload is None else OPEN_BLOCK_REASON
+        return (UncoveredBuffer(name="cpu swap pool", reason=reason),)

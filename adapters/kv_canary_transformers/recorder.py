@@ -12,7 +12,7 @@ from typing import Any
 
 from kv_canary.identity import UNKNOWN_IDENTITY, Prefix
 from kv_canary.identity_kernel import compiled_extend_each
-from kv_canary.ledger import Fence, HostLedger
+from kv_canary.ledger import Fence, HostLedger, Manifest
 
 
 @dataclass(slots=True)
@@ -181,6 +181,14 @@ class Recorder:
         whole = len(tokens) - len(tokens) % self.page_tokens
         progress.prefix, identities = progress.prefix.extended(tokens[:whole], self.page_tokens)
         progress.identities.extend(identities.tolist())
+
+    def restored(self, state: Any, blocks: Sequence[int], manifest: Manifest) -> None:
+        """Complete blocks of a request are copied back from the CPU: they hold the tokens that it has by now."""
+        progress = self.requests[state.request_id] = Progress()
+        self._advance(progress, tokens_between(state, 0, len(blocks) * self.page_tokens))
+        progress.sealed = len(blocks)
+        identities = [progress.identity(index) for index in range(len(blocks))]
+        self.ledger.admit(blocks, manifest, identities, fence=self._fence())
 
     # Everything anew, from the engine's tables
 

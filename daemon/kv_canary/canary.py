@@ -7,11 +7,14 @@ thing that others read is `snapshot`, which is replaced as a whole.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from kv_canary.clock import Clock
@@ -52,7 +55,7 @@ SETTLE_SECONDS = 5.0
 PIECE_SECONDS = 100e-6  # Python work between two releases of the GIL
 NAP_SECONDS = 50e-6
 
-PreparedPool = tuple[Ledger, Sequence[tuple[CanaryGroup, FingerprintTable]]]
+PreparedPool = tuple[Ledger, Sequence[tuple[CanaryGroup, FingerprintTable, FingerprintTable | None]]]
 
 
 class Canary:
@@ -68,7 +71,7 @@ class Canary:
         self._spaces: list[Space] = []
         self._guards: list[GroupGuard] = []
         self._workers: list[SpaceWorker] = []
-        self._uncovered: tuple[UncoveredBuffer, ...] = ()
+        self._uncovered: dict[EngineGate, tuple[UncoveredBuffer, ...]] = {}
         self._enabled = True
         self._state: SidecarState = "waiting"
         self._reason: str | None = "no pool is attached yet"
@@ -83,7 +86,12 @@ class Canary:
             on_error=lambda error: self.failed("incident_log", error),
         )
         self._reporter = Reporter(
-            self._incidents, settings=lambda: self.settings, time=clock.time, monotonic=clock.monotonic
+            self._incidents,
+            settings=lambda: self.settings,
+            time=clock.time,
+            monotonic=clock.monotonic,
+            guards=self._guards,
+            breathe=self._breathe,
         )
         self._scrubber = Scrubber(
             self._guards, budget=settings.budget, read_bandwidth=0.0, monotonic=clock.monotonic, time=clock.time
@@ -102,6 +110,7 @@ class Canary:
             errors=self._errors,
             suspension=self.suspension,
             time=clock.time,
+            monotonic=clock.monotonic,
             breathe=self._breathe,
         )
         self._mapper = PageMapper(
@@ -145,6 +154,7 @@ class Canary:
                     self._scrubber.advance(self._finding)
         now = self._clock.monotonic()
         if now >= self._next_publish:
+            self._reporter.tick()
             self._publisher.survey()
             self.snapshot = self._build()
             self._say_who_is_late()
@@ -292,15 +302,21 @@ class Canary:
     def take_over(
         self,
         gate: EngineGate,
-        prepared: Sequence[tuple[Ledger, Sequence[tuple[CanaryGroup, FingerprintTable]]]],
+        prepared: Sequence[PreparedPool],
         bandwidth: float,
         uncovered: tuple[UncoveredBuffer, ...],
     ) -> None:
         for ledger, tables in prepared:
             space = Space(ledger=ledger, gate=gate)
-            for place, (group, table) in enumerate(tables):
+            for place, (group, table, buffers) in enumerate(tables):
                 verifier = Verifier(
-                    group, ledger, table, place=place, watch=gate.watch, monotonic=self._clock.monotonic
+                    group,
+                    ledger,
+                    table,
+                    buffers=buffers,
+                    place=place,
+                    watch=gate.watch,
+                    monotonic=self._clock.monotonic,
                 )
                 space.guards.append(
                     GroupGuard(
@@ -331,7 +347,7 @@ class Canary:
                 )
             )
         self._gates.append(gate)
-        self._uncovered += uncovered
+        self._uncovered[gate] = uncovered
         self._scrubber.set_budget(self.settings.budget, max(bandwidth, self._scrubber.read_bandwidth))
         if self._enabled:
             self._state, self._reason = "running", None
@@ -346,6 +362,7 @@ class Canary:
         self._workers[:] = [worker for worker in self._workers if worker.space.gate is not gate]
         if gate in self._gates:
             self._gates.remove(gate)
+        self._uncovered.pop(gate, None)
         self._scrubber.drop_background()
         self._mapper.forget()
         if not self._guards and self._enabled:
@@ -365,7 +382,7 @@ class Canary:
             reason=self._reason,
             enabled=self._enabled,
             url=self._url,
-            uncovered=self._uncovered,
+            uncovered=tuple(chain.from_iterable(self._uncovered.values())),
             notices=self.notices,
         )
 
@@ -394,6 +411,18 @@ class Canary:
         """The last thing that happens: every gate closed, and a last snapshot that says why."""
         for gate in self._gates:
             gate.close()
-        self._state, self._reason = state, reason
-        self.snapshot = self._build()
+        self._state, self._reason, self._enabled = state, reason, False
+        try:
+            self.snapshot = self._build()
+        except BaseException as error:  # noqa: BLE001 - perhaps this is what the thread ends for
+            self.failed("snapshot", error)
+            self.snapshot = replace(self.snapshot, state=state, reason=reason, enabled=False)
         self._incidents.close()
+
+    def after_fork(self) -> None:
+        """In a forked child: locks may be held by threads that are not here, so they are made anew."""
+        for gate in self._gates:
+            gate.after_fork()
+        self.suspension.after_fork()
+        reason = f"a forked child of {self.snapshot.pid}, which is guarded"
+        self.snapshot = replace(self.snapshot, state="stopped", reason=reason, enabled=False, pid=os.getpid())

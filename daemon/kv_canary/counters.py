@@ -10,6 +10,7 @@ from kv_canary.snapshot import (
     PURPOSES,
     SWEEP_DURATION_BUCKETS,
     SWEEP_RESULTS,
+    TRANSFER_RESULTS,
     Check,
     GroupCounters,
     Persistence,
@@ -35,6 +36,7 @@ class Counters:
     sweeps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SWEEP_RESULTS, 0))
     sweep_duration_buckets: list[int] = field(default_factory=lambda: [0] * (len(SWEEP_DURATION_BUCKETS) + 1))
     sweep_duration_sum: float = 0.0
+    transfers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TRANSFER_RESULTS, 0))
 
     def mismatch(self, check: Check, persistence: Persistence, source: Source) -> None:
         key = (check, persistence, source)
@@ -61,4 +63,5 @@ class Counters:
             sweeps=MappingProxyType(dict(self.sweeps)),
             sweep_duration_buckets=tuple(self.sweep_duration_buckets),
             sweep_duration_sum=self.sweep_duration_sum,
+            transfers=MappingProxyType(dict(self.transfers)),
         )

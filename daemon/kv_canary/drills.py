@@ -15,11 +15,11 @@ from dataclasses import replace
 import numpy as np
 
 from kv_canary.errors import ConflictError, ForbiddenError
+from kv_canary.findings import Finding
 from kv_canary.fingerprint import spec
 from kv_canary.guard import GroupGuard
 from kv_canary.ledger import FREE
 from kv_canary.snapshot import DRILL_KINDS, DRILL_RESULTS, Drill, DrillKind, DrillResult
-from kv_canary.verifier import Finding
 
 ATTEMPTS = 50  # pages that may be recycled under a drill before it gives up
 PATIENCE_SECONDS = 10.0  # how long a drill waits for a page that can be verified

@@ -3,6 +3,7 @@
 KVCanaryError                     catch this to catch all of them
 ├── SettingsError                 a setting is unknown or its value is not allowed (also a ValueError)
 ├── GeometryError                 a page buffer does not describe memory that exists (also a ValueError)
+├── ManifestError                 a manifest is not filled yet, or a document is none (also a ValueError)
 ├── UnsupportedPoolError          no attacher is registered for a pool's class (also a NotImplementedError)
 ├── UnsupportedEngineError        the engine's version or its hook targets are not what the adapter expects
 ├── CanaryMismatchError           raised into the engine's next step when `on_mismatch = raise`
@@ -28,6 +29,10 @@ class SettingsError(KVCanaryError, ValueError):
 
 class GeometryError(KVCanaryError, ValueError):
     """A page buffer reaches outside its tensor, or buffers of one group disagree on the number of pages."""
+
+
+class ManifestError(KVCanaryError, ValueError):
+    """A manifest of exported pages is asked for what it does not know yet, or a document is no manifest."""
 
 
 class UnsupportedPoolError(KVCanaryError, NotImplementedError):

@@ -126,6 +126,11 @@ class EngineGate:
         self._quarantine.clear()
         self._raise = None
 
+    def after_fork(self) -> None:
+        """In a forked child, whoever held the lock: closed for good."""
+        self._lock = Lock()
+        self.close()
+
     def watch(self) -> int | None:
         """A value to compare before and after a reading: the epoch, or None while hooks are silent.
 

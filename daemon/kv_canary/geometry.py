@@ -43,7 +43,8 @@ class PageBuffer:
     `offset + p * page_stride + i * axes[0].memory_stride + ...` of the tensor's storage, and at `i *
     axes[0].logical_stride + ...` in the page's logical byte string. No axes: the page is one run.
 
-    `tensor` is only held so that the memory stays alive while it is guarded; its shape and dtype do not matter.
+    `tensor` is only held so that the memory stays alive while it is guarded; its shape and dtype do not matter. `dtype`
+    is what the bytes are, if they are numbers of one type: only the guess at a cause looks at it.
     """
 
     name: str
@@ -55,6 +56,7 @@ class PageBuffer:
     offset: int = 0
     axes: tuple[Axis, ...] = ()
     row_bytes: int | None = None
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.pages < 1 or self.run_bytes < 1 or self.page_stride < 1 or any(axis.count < 1 for axis in self.axes):
@@ -108,6 +110,7 @@ def contiguous_buffer(
     page_stride: int,
     rows: int,
     row_bytes: int,
+    dtype: torch.dtype | None = None,
 ) -> PageBuffer:
     """A page of `rows` token rows of `row_bytes` bytes that lie one after the other."""
     return PageBuffer(
@@ -119,6 +122,7 @@ def contiguous_buffer(
         run_bytes=rows * row_bytes,
         offset=offset,
         row_bytes=row_bytes,
+        dtype=dtype,
     )
 
 
@@ -194,7 +198,8 @@ class CanaryGroup:
 
     `pages` counts all page numbers, `first_page` is the lowest one that is ever guarded (pages below it are the
     engine's padding sink). `uncovered` names what of this group is not checked. `unguarded` is why the whole group is
-    left alone: the engine uses it in a way that is not modelled, so it is off and cannot be switched on.
+    left alone: the engine uses it in a way that is not modelled, so it is off and cannot be switched on. `travels`: its
+    pages are copied to tiers or peers and back, so that each buffer has a fingerprint of its own as well.
     """
 
     name: str
@@ -207,6 +212,7 @@ class CanaryGroup:
     uncovered: tuple[UncoveredBuffer, ...] = ()
     kv_token_id_vs_position_offset: int = 0
     unguarded: str | None = None
+    travels: bool = False
     # Derived, and asked for many times a second: adding up hundreds of buffers takes longer than reading some pages.
     buffers: tuple[PageBuffer, ...] = field(init=False, repr=False, compare=False)
     bytes_per_page: int = field(init=False, repr=False, compare=False)
@@ -255,6 +261,7 @@ def build_group(
     uncovered: Sequence[UncoveredBuffer] = (),
     kv_token_id_vs_position_offset: int = 0,
     minimum_stripe_bytes: int = MINIMUM_STRIPE_BYTES,
+    travels: bool = False,
 ) -> CanaryGroup:
     """A group over `buffers` with the coverage that the settings ask for."""
     if not buffers:
@@ -283,4 +290,10 @@ def build_group(
         coverage=coverage,
         uncovered=tuple(left_out),
         kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
+        travels=travels,
     )
+
+
+def cut_by_buffer(group: CanaryGroup) -> CanaryGroup:
+    """The same pages with a stripe for each buffer."""
+    return replace(group, stripes=tuple(Stripe(name=buffer.name, buffers=(buffer,)) for buffer in group.buffers))

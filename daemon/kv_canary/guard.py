@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from kv_canary.gate import EngineGate
 from kv_canary.geometry import CanaryGroup
 from kv_canary.ledger import Ledger, Work
+from kv_canary.transfers import Transfers
 from kv_canary.verifier import Verifier
 
 
@@ -29,6 +30,10 @@ class GroupGuard:
     oldest_age: float = 0.0
     state_counts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
     claims_not_covered: int = 0
+    transfers: Transfers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.transfers = Transfers(self.verifier)
 
     @property
     def group(self) -> CanaryGroup:

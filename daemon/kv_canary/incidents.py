@@ -1,15 +1,19 @@
 """Incidents: a bounded ring in memory and, if wanted, a JSON Lines file with rotation. Used by the canary thread alone.
 
-The file gets a line for every incident, and one more with the same id when its reaction is known.
+The file gets a line for every incident, and one more with the same id when its reaction is known or more pages joined
+it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -20,10 +24,41 @@ logger = logging.getLogger("kv_canary")
 
 
 class _RaisingHandler(RotatingFileHandler):
-    """A rotating file that reports a failed write to its caller instead of printing it on the host's standard error."""
+    """A rotating file that reports a failed write to its caller instead of printing it on the host's standard error.
+
+    It follows its path: a file that was removed or moved away is begun anew. After a failed write it is opened again,
+    so that nothing piles up in a buffer, and half a line that was left is ended before the next one.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream is not None and not self._is_where_it_was(self.stream):
+            self._let_go()
+        super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the library's name
+        self._let_go()
         raise
+
+    def _open(self) -> TextIOWrapper:
+        stream = super()._open()
+        if os.path.isfile(self.baseFilename):
+            with suppress(OSError), open(self.baseFilename, "rb") as written:
+                written.seek(-1, os.SEEK_END)  # an error when it is empty
+                if written.read(1) != b"\n":
+                    stream.write("\n")
+        return stream
+
+    def _is_where_it_was(self, stream: TextIOWrapper) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.baseFilename), os.fstat(stream.fileno()))
+        except OSError:
+            return False
+
+    def _let_go(self) -> None:
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            with suppress(OSError):
+                stream.close()
 
 
 class IncidentLog:
@@ -44,6 +79,7 @@ class IncidentLog:
         self._file: RotatingFileHandler | None = None
         self.total = 0
         self._published: tuple[Incident, ...] | None = ()
+        self._unwritten: set[str] = set()
         if path is not None:
             # opened at the first incident, so a path that cannot be written hurts nobody before there is one
             self._file = _RaisingHandler(
@@ -62,10 +98,28 @@ class IncidentLog:
         self._published = None
         self._write(incident)
 
+    def get(self, incident_id: str) -> Incident | None:
+        """As long as it is kept."""
+        return self._ring.get(incident_id)
+
+    def update(self, incident: Incident) -> None:
+        """More is known of an incident that is kept: its place stays. The file hears of it with `settle`."""
+        if incident.id in self._ring:
+            self._ring[incident.id] = incident
+            self._published = None
+            self._unwritten.add(incident.id)
+
+    def settle(self) -> None:
+        """Writes a line for each incident that was updated since the last time."""
+        while self._unwritten:
+            if incident := self._ring.get(self._unwritten.pop()):
+                self._write(incident)
+
     def set_reaction(self, incident_id: str, reaction: str) -> None:
         if incident := self._ring.get(incident_id):
             self._ring[incident_id] = replace(incident, reaction=reaction)
             self._published = None
+            self._unwritten.discard(incident_id)
             self._write(self._ring[incident_id])
 
     def published(self) -> tuple[Incident, ...]:
@@ -75,6 +129,7 @@ class IncidentLog:
         return self._published
 
     def close(self) -> None:
+        self.settle()
         if self._file is not None:
             try:
                 self._file.close()  # flushes what a full disk left over

@@ -21,6 +21,7 @@ from kv_canary.snapshot import (
     PURPOSES,
     SOURCES,
     SWEEP_RESULTS,
+    TRANSFER_RESULTS,
     GroupSnapshot,
     Incident,
     Snapshot,
@@ -36,8 +37,11 @@ OPEN_LABELS: Mapping[str, str] = {
 """Labels whose values come from the server; there are as many of them as it has groups."""
 
 MEMORY_KINDS = ("ledger", "fingerprints")
-KERNELS = ("seal", "sweep", "confirm", "claim", "drill")
-HOOK_EVENTS = ("allocate", "write", "seal", "claim", "reopen", "adopt", "release", "free", "move", "forget", "step")
+KERNELS = ("seal", "sweep", "confirm", "claim", "transfer", "drill")
+HOOK_EVENTS = (
+    *("allocate", "write", "seal", "claim", "reopen", "adopt", "release", "free", "move", "load", "export", "admit"),
+    *("forget", "step"),
+)
 ERROR_COMPONENTS = ("hook", "ledger", "scrubber", "sealer", "drill", "incident_log", "http", "thread", "reaction")
 
 MetricType = Literal["gauge", "counter", "histogram"]
@@ -237,6 +241,15 @@ METRICS: tuple[MetricSpec, ...] = (
         _each_group_and(PAGE_STATES, lambda group: group.pages),
         'kv_canary_pages{state="unknown"} / ignoring(state) group_left sum without (state) (kv_canary_pages)',
         state=PAGE_STATES,
+    ),
+    _spec(
+        "transfers_total",
+        "counter",
+        "group result",
+        "Pages that came back from a tier or a peer: held against what left, or skipped where that is not known.",
+        _each_group_and(TRANSFER_RESULTS, lambda group: group.counters.transfers),
+        'sum by (group) (rate(kv_canary_transfers_total{result="skipped"}[15m])) > 0',
+        result=TRANSFER_RESULTS,
     ),
     _spec(
         "sweeps_total",

@@ -154,9 +154,11 @@ class PageMapper:
         """Flags of the pages that incidents name."""
         marks: dict[int, int] = {}
         for index, incident in enumerate(self._incidents.published()):
-            if incident.group == group and first <= incident.page < pages:
+            if incident.group == group:
                 mark = DRILLED if incident.source == "drill" else MISMATCHED
-                marks[incident.page] = marks.get(incident.page, 0) | mark
+                for page in (incident.page, *incident.neighbours):
+                    if first <= page < pages:
+                        marks[page] = marks.get(page, 0) | mark
             if index % SLICE_INCIDENTS == 0:
                 self._breathe()
         return marks

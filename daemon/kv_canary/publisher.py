@@ -32,6 +32,7 @@ from kv_canary.snapshot import (
 )
 from kv_canary.suspension import Suspension
 
+FIRST_LINES = 8  # of the log, a component
 SURVEY_PAGES = 16_384  # pages surveyed between two releases of the GIL
 
 __all__ = ["Errors", "Publisher", "Subject"]
@@ -53,15 +54,21 @@ class Errors:
 
     counts: dict[str, int] = field(default_factory=dict)
     last: deque[str] = field(default_factory=lambda: deque(maxlen=20))
+    _texts: dict[str, int] = field(default_factory=dict)
 
     def count(self, component: str, text: str) -> bool:
-        """True when this text was not among the newest: then it is worth a log line."""
+        """True when this is worth a log line: its text is not among the newest.
+
+        Texts may differ every time (a page, an address, a path); so beyond the first lines of a component there is one
+        whenever their number has doubled.
+        """
         self.counts[component] = self.counts.get(component, 0) + 1
         line = f"{component}: {text}"
         if line in self.last:
             return False
         self.last.append(line)
-        return True
+        number = self._texts[component] = self._texts.get(component, 0) + 1
+        return number <= FIRST_LINES or number & (number - 1) == 0
 
 
 class Publisher:
@@ -79,6 +86,7 @@ class Publisher:
         errors: Errors,
         suspension: Suspension,
         time: Callable[[], float],
+        monotonic: Callable[[], float],
         breathe: Callable[[], None],
     ) -> None:
         self._spaces = spaces
@@ -90,6 +98,7 @@ class Publisher:
         self._errors = errors
         self._suspension = suspension
         self._time = time
+        self._monotonic = monotonic
         self._breathe = breathe
         self._started_at = time()
 
@@ -148,6 +157,7 @@ class Publisher:
             url=url,
             started_at=self._started_at,
             tick_at=self._time(),
+            tick_monotonic=self._monotonic(),
             state=state,
             reason=reason or (f"suspended: {suspended}" if suspended else None),
             enabled=enabled,

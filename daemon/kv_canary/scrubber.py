@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from kv_canary.budget import TokenBucket
+from kv_canary.findings import Finding
 from kv_canary.guard import GroupGuard
 from kv_canary.settings import Budget
 from kv_canary.snapshot import SweepRequest
-from kv_canary.verifier import Finding
 
 LAUNCH_SECONDS = 0.001  # of reading: work in front never waits longer
 CPU_LAUNCH_SECONDS = 0.002  # nobody queues behind a CPU launch, and longer ones jump less between tensors

@@ -18,7 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, cast
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -26,20 +27,27 @@ from kv_canary.canary import NAP_SECONDS, TICK_SECONDS, Canary
 from kv_canary.clock import Clock, SystemClock
 from kv_canary.commands import Command, LookAtPage, MapPages
 from kv_canary.errors import ConflictError, SettingsError
-from kv_canary.fingerprint.backends import open_table
+from kv_canary.fingerprint.backends import open_buffer_table, open_table
 from kv_canary.fingerprint.table import FingerprintTable
 from kv_canary.gate import EngineGate
 from kv_canary.geometry import CanaryGroup
 from kv_canary.ledger import Ledger
+from kv_canary.process import follow, unfollow
 from kv_canary.publisher import Subject
 from kv_canary.settings import Settings
-from kv_canary.snapshot import Snapshot, UncoveredBuffer
+from kv_canary.snapshot import SidecarState, Snapshot, UncoveredBuffer
+
+if TYPE_CHECKING:
+    from kv_canary.http.service import Service
 
 logger = logging.getLogger("kv_canary")
 
 FAILURES_IN_A_ROW = 100
 ATTACH_SECONDS = 30.0
 SUSPEND_SECONDS = 2.0
+CALL_SECONDS = 30.0
+CALLS_A_TICK = 32
+EXIT_SECONDS = 2.0
 BANDWIDTH_SAMPLE_BYTES = 64 << 20
 
 
@@ -61,7 +69,10 @@ class Sidecar:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any], bool] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._door = threading.Lock()  # between putting a call and finding out that nobody takes calls any more
+        self._refusal: ConflictError | None = None
         self._undo: list[Callable[[], None]] = []
+        self._service: Service | None = None
         subject = Subject(engine=engine, engine_version=engine_version, rank=rank)
         self._canary = Canary(self._settings, subject, clock or SystemClock(), seed=seed)
 
@@ -95,19 +106,29 @@ class Sidecar:
         Kernels are compiled and tables allocated here, in the caller's thread, so that neither happens while the engine
         serves. Returns when the canary thread has taken over, or at once when it does not run yet.
         """
+        threads = self._settings.threads
         prepared = [
-            (ledger, [(group, open_table(group, threads=self._settings.threads)) for group in groups])
+            (
+                ledger,
+                [
+                    (group, open_table(group, threads=threads), open_buffer_table(group, threads=threads))
+                    for group in groups
+                ],
+            )
             for ledger, groups in pools
         ]
         bandwidth = max(
-            (_read_bandwidth(group, table) for _, tables in prepared for group, table in tables), default=0.0
+            (_read_bandwidth(group, table) for _, tables in prepared for group, table, _ in tables), default=0.0
         )
         self._call(lambda: self._canary.take_over(gate, prepared, bandwidth, tuple(uncovered)), wait=True)
 
     def release(self, gate: EngineGate) -> None:
         """Lets go of an engine's pools: nothing of them is read once this returns."""
         gate.close()
-        self._call(lambda: self._canary.let_go(gate), wait=True)
+        if self._refusal is None:
+            self._call(lambda: self._canary.let_go(gate), wait=True)
+        else:  # the thread has ended, and the pools must not stay in memory for its sake
+            self._canary.let_go(gate)
 
     def suspend(self, reason: str, timeout_seconds: float = SUSPEND_SECONDS) -> bool:
         """Takes the engine's memory from the canary until `resume(reason)`: to capture a graph, to sleep, to unmap.
@@ -147,6 +168,7 @@ class Sidecar:
             notice = f"there is no HTTP API: {error}"
             self._call(lambda: self._canary.notices.append(notice))
             return
+        self._service = service
         self.on_detach(service.stop)
         self._call(lambda: self._canary.reached_at(service.url, service.notice))
 
@@ -169,11 +191,13 @@ class Sidecar:
 
     def start(self) -> None:
         if self._thread is None:
+            follow(self)
             self._thread = threading.Thread(target=self._run, name="kv-canary", daemon=True)
             self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:
         """Closes every gate and ends the thread; safe to call twice."""
+        unfollow(self)
         for gate in list(self._canary.gates):
             gate.close()
         self._stopping.set()
@@ -191,19 +215,51 @@ class Sidecar:
         if self._thread is None or self._thread is threading.current_thread():
             _settle(action, future)
             future.result()
-        elif not self._thread.is_alive():
-            future.set_exception(
-                ConflictError(f"the canary thread has ended: {self._canary.snapshot.reason or 'stopped'}")
-            )
         else:
-            self._calls.put((action, future, changes))
+            with self._door:
+                if self._refusal is None:
+                    self._calls.put((action, future, changes))
+            if self._refusal is not None and not future.done():
+                future.set_exception(self._refusal)
             if wait:
-                future.result(timeout=30)
+                future.result(timeout=CALL_SECONDS)
         return future
+
+    # The process around us (`process`)
+
+    def at_exit(self) -> None:
+        """The interpreter ends: threads that are in the middle of native code then could bring it down."""
+        if self._service is not None:
+            self._service.stop()
+        self.stop(timeout=EXIT_SECONDS)
+
+    def after_fork(self) -> None:
+        """In a forked child, which has none of our threads: hooks are silent, every call is refused, nothing is held.
+
+        What `detach` would undo is the parent's.
+        """
+        self._undo.clear()
+        self._calls, self._door = queue.SimpleQueue(), threading.Lock()
+        self._canary.after_fork()
+        self._refusal = ConflictError("this is a forked child; the canary guards its parent")
+        if self._service is not None:
+            self._service.abandon()
 
     # Canary thread
 
     def _run(self) -> None:
+        state: SidecarState = "failed"
+        reason = "the thread ended"
+        try:
+            state, reason = self._work()
+        except BaseException as error:
+            reason = f"the canary thread was ended by {type(error).__name__}: {error}"
+            logger.critical(reason, exc_info=error)
+        finally:
+            self._end(state, reason)
+
+    def _work(self) -> tuple[SidecarState, str]:
+        """Until it is stopped, or cannot go on: the state that this leaves, and why."""
         failures = 0
         while not self._stopping.is_set():
             try:
@@ -214,33 +270,32 @@ class Sidecar:
                 self._canary.failed("thread", error)
                 if failures >= FAILURES_IN_A_ROW:
                     logger.critical("the canary thread gives up after %d failures in a row: %s", failures, error)
-                    return self._end("failed", f"gave up after {failures} failures in a row, the last: {error}")
+                    return "failed", f"gave up after {failures} failures in a row, the last: {error}"
                 self._stopping.wait(TICK_SECONDS)
-        return self._end("stopped", "the sidecar was stopped")
+        return "stopped", "the sidecar was stopped"
 
     def _wait(self, delay: float) -> None:
-        """Sleeps until something is due or somebody calls, and carries out the calls."""
-        try:
-            call = self._calls.get(timeout=max(NAP_SECONDS, delay))
-            while True:
+        """Sleeps until something is due or somebody calls, and carries out calls: some, for others may never end."""
+        with suppress(queue.Empty):
+            for number in range(CALLS_A_TICK):
+                call = self._calls.get_nowait() if number else self._calls.get(timeout=max(NAP_SECONDS, delay))
                 if call is not None:
                     action, future, changes = call
                     _settle(action, future)
                     if changes:
                         self._canary.publish_soon()
-                call = self._calls.get_nowait()
-        except queue.Empty:
-            return
 
-    def _end(self, state: Literal["failed", "stopped"], reason: str) -> None:
-        self._canary.end(state, reason)
-        refusal = ConflictError(f"the canary thread has ended: {reason}")
+    def _end(self, state: SidecarState, reason: str) -> None:
         try:
+            self._canary.end(state, reason)
+        except BaseException as error:
+            logger.critical("the canary thread did not end in order: %s", error, exc_info=error)
+        with self._door:
+            self._refusal = ConflictError(f"the canary thread has ended: {reason}")
+        with suppress(queue.Empty):
             while True:
-                if (call := self._calls.get_nowait()) is not None:
-                    call[1].set_exception(refusal)
-        except queue.Empty:
-            return
+                if (call := self._calls.get_nowait()) is not None and call[1].set_running_or_notify_cancel():
+                    call[1].set_exception(self._refusal)
 
 
 def _settle(action: Callable[[], Any], future: Future[Any]) -> None:
@@ -248,7 +303,7 @@ def _settle(action: Callable[[], Any], future: Future[Any]) -> None:
         return
     try:
         future.set_result(action())
-    except Exception as error:  # noqa: BLE001 - belongs to whoever asked
+    except BaseException as error:  # noqa: BLE001 - belongs to whoever asked, and must not end the thread
         future.set_exception(error)
 
 

@@ -15,7 +15,7 @@ from kv_canary.settings import Settings
 Check = Literal["content", "free_page", "identity", "ownership", "transfer", "layout"]
 Persistence = Literal["persistent", "transient", "changing"]
 Source = Literal["real", "drill"]
-Purpose = Literal["seal", "sweep", "confirm", "claim", "drill"]
+Purpose = Literal["seal", "sweep", "confirm", "claim", "transfer", "drill"]
 GroupKind = Literal["full", "swa", "mla", "indexer", "state", "host"]
 DrillKind = Literal["fingerprint", "content"]
 DrillResult = Literal["running", "detected", "missed", "superseded"]
@@ -24,9 +24,10 @@ SidecarState = Literal["waiting", "running", "disabled", "failed", "stopped"]
 CHECKS: tuple[Check, ...] = ("content", "free_page", "identity", "ownership", "transfer", "layout")
 PERSISTENCES: tuple[Persistence, ...] = ("persistent", "transient", "changing")
 SOURCES: tuple[Source, ...] = ("real", "drill")
-PURPOSES: tuple[Purpose, ...] = ("seal", "sweep", "confirm", "claim", "drill")
+PURPOSES: tuple[Purpose, ...] = ("seal", "sweep", "confirm", "claim", "transfer", "drill")
 PAGE_STATES = ("unknown", "open", "sealed", "free", "loading")
 SWEEP_RESULTS = ("clean", "mismatch", "interrupted")
+TRANSFER_RESULTS = ("verified", "mismatch", "skipped")
 DRILL_KINDS: tuple[DrillKind, ...] = ("fingerprint", "content")
 DRILL_RESULTS = ("detected", "missed", "superseded")
 SWEEP_DURATION_BUCKETS = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
@@ -56,7 +57,9 @@ class Incident:
     """A check that failed and was confirmed.
 
     Times are seconds since 1970; steps count the engine's steps since attach. `counted` says whether the mismatch
-    counter has it: a drill is in it only if it was posted with an alert.
+    counter has it: a drill is in it only if it was posted with an alert. `page` is the page found first; `neighbours`
+    are others that went bad in the same way at nearly the same time, the lowest numbers if there are many, and
+    `pages_total` counts all of them, as the mismatch counter does.
     """
 
     id: str
@@ -80,6 +83,8 @@ class Incident:
     reaction: str
     drill: str | None = None
     counted: bool = True
+    neighbours: tuple[int, ...] = ()
+    pages_total: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +157,7 @@ class GroupCounters:
     sweeps: Mapping[str, int]
     sweep_duration_buckets: tuple[int, ...]
     sweep_duration_sum: float
+    transfers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +234,7 @@ class Snapshot:
     url: str | None
     started_at: float
     tick_at: float
+    tick_monotonic: float  # the same moment on the clock that nobody sets: how long ago it was, in this process only
     state: SidecarState
     reason: str | None
     enabled: bool

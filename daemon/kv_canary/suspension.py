@@ -104,6 +104,12 @@ class Suspension:
         self._readings -= 1
         self._changed.notify_all()
 
+    def after_fork(self) -> None:
+        """In a forked child, whoever held the lock: the reading that was under way is the parent's."""
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._readings = 0
+
     @property
     def reasons(self) -> tuple[str, ...]:
         with self._lock:

@@ -23,33 +23,19 @@ proves nothing, so results across such a change are dropped too. It is None whil
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
 
 from kv_canary.counters import Counters
+from kv_canary.findings import Finding, Reading
 from kv_canary.fingerprint.table import NEVER, Differences, FingerprintTable
 from kv_canary.geometry import CanaryGroup
 from kv_canary.ledger import FREE, SEALED, Ledger, Work
 from kv_canary.snapshot import Persistence, Purpose
 
 PageArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """A confirmed difference on one page. `expected` and `found` have one entry for each of `stripes`."""
-
-    page: int
-    generation: int
-    free: bool
-    stripes: tuple[int, ...]
-    expected: tuple[int, ...]
-    found: tuple[int, ...]
-    persistence: Persistence
-    last_good: float | None
 
 
 class Verifier:
@@ -61,6 +47,7 @@ class Verifier:
         ledger: Ledger,
         table: FingerprintTable,
         *,
+        buffers: FingerprintTable | None = None,
         place: int = 0,
         watch: Callable[[], int | None],
         monotonic: Callable[[], float],
@@ -69,6 +56,7 @@ class Verifier:
         self.group = group
         self.ledger = ledger
         self.table = table
+        self.buffers = buffers  # of a group whose pages travel: the same pages with a fingerprint for each buffer
         self.counters = Counters()
         self.place = place  # of the group among those that share the ledger's page numbers
         self._watch = watch
@@ -82,7 +70,8 @@ class Verifier:
     @property
     def nbytes(self) -> int:
         """Bytes of the baseline: fingerprints, generations and times."""
-        fingerprints = 8 * self.group.pages * len(self.group.stripes)
+        each = len(self.group.stripes) + (len(self.group.buffers) if self.buffers is not None else 0)
+        fingerprints = 8 * self.group.pages * each
         on_device = self._ranges.nbytes if self._ranges is not None else 0
         return fingerprints + self._sealed_generation.nbytes + self._good_at.nbytes + on_device
 
@@ -114,25 +103,29 @@ class Verifier:
         """Which of the pages `missing` would give."""
         wanted: npt.NDArray[np.bool_] = self._sealed_generation[pages] != generations
         wanted &= self.ledger.generations(pages) == generations
-        if (shaped := self.ledger.group_of(pages)) is not None:
-            wanted &= shaped == self.place  # the bytes of the others' pages are laid out in another way
+        wanted &= self.shapes(pages)  # the bytes of the others' pages are laid out in another way
         return wanted
+
+    def shapes(self, pages: PageArray) -> npt.NDArray[np.bool_]:
+        """Which of `pages` are laid out as this group's, now."""
+        shaped = self.ledger.group_of(pages)
+        return np.ones(len(pages), np.bool_) if shaped is None else shaped == self.place
 
     def move(self, work: Work) -> None:
         """Copies that the engine made: fingerprints travel from `sources` to `pages`."""
         if not self.group.stripes:
             return
-        known = self._sealed_generation[work.sources] == work.source_generations
-        states = self._states(work.pages)
-        # a copy of a free page leaves its target open: the engine goes on to write it
-        known &= (states == SEALED) | (states == FREE)
+        # a copy of a page that was not sealed leaves its target open: the engine goes on to write both
+        travels = work.source_generations != NEVER
+        known = travels & (self._sealed_generation[work.sources] == work.source_generations)
         sources, targets = work.sources[known], work.pages[known]
         self.table.store(targets, self.table.expected(sources))
+        if self.buffers is not None:
+            self.buffers.store(targets, self.buffers.expected(sources))
         self._keep(targets, work.generations[known])
         self._good_at[targets] = self._good_at[sources]
-        # A source that was never sealed has nothing to hand on; one whose fingerprint is missing (its group was off) is
-        # taken as it is now.
-        rest = ~known & (states == SEALED)
+        # where the source's fingerprint is missing (its group was off) the copy is taken as it is now
+        rest = travels & ~known
         self.take(*self.missing(work.pages[rest], work.generations[rest]))
 
     def seal_missing(self, start: int, stop: int) -> int:
@@ -156,19 +149,44 @@ class Verifier:
         watch, started = self._watch(), self._timer()
         if watch is None or not len(pages):
             return 0
-        fingerprints = self.table.read(pages)
+        reading = self.read(pages)
         size = len(pages) * self.group.bytes_per_page
         self.counters.read("seal", size, self._timer() - started)
         stable = self.ledger.generations(pages) == generations
         if self._watch() != watch:
             stable[:] = False
         self.counters.superseded += int((~stable).sum())
-        pages = pages[stable]
-        self.table.store(pages, fingerprints[stable])
-        self._keep(pages, generations[stable])
+        self.keep(pages[stable], generations[stable], reading.rows(stable))
+        return size
+
+    def read(self, pages: PageArray) -> Reading:
+        """What the pages hold now; nothing is looked at before or after."""
+        return Reading(
+            stripes=self.table.read(pages), buffers=None if self.buffers is None else self.buffers.read(pages)
+        )
+
+    def keep(self, pages: PageArray, generations: PageArray, reading: Reading) -> None:
+        """From now on these pages, at these generations, are to hold this."""
+        self.table.store(pages, reading.stripes)
+        if self.buffers is not None and reading.buffers is not None:
+            self.buffers.store(pages, reading.buffers)
+        self._keep(pages, generations)
         self._good_at[pages] = self._monotonic()
         self.counters.sealed_pages += len(pages)
-        return size
+
+    def kept(self, pages: PageArray) -> Reading:
+        """What the pages were kept with last, for whatever generation that was (see `kept_for`)."""
+        return Reading(
+            stripes=self.table.expected(pages), buffers=None if self.buffers is None else self.buffers.expected(pages)
+        )
+
+    def kept_for(self, pages: PageArray) -> PageArray:
+        """The generations that the fingerprints of `pages` belong to; -1 where there is none."""
+        return self._sealed_generation[pages]
+
+    def watch(self) -> int | None:
+        """To be the same before and after a reading; None: nothing is to be read."""
+        return self._watch()
 
     # Verifying
 

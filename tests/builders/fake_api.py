@@ -81,13 +81,21 @@ def group_document(name: str = "full", **changes: Any) -> dict[str, Any]:
     """A clean group, half way through its sweep; `counters` in `changes` are merged into the group's own."""
     counters = {
         "mismatches": [],
-        "read_bytes": {"seal": 300_000_000, "sweep": 2_000_000_000, "confirm": 0, "claim": 0, "drill": 786_432},
+        "read_bytes": {
+            "seal": 300_000_000,
+            "sweep": 2_000_000_000,
+            "confirm": 0,
+            "claim": 0,
+            "transfer": 0,
+            "drill": 786_432,
+        },
         "verified_pages": 91_204,
         "sealed_pages": 4_311,
         "claims": 812,
         "claims_not_covered": 3,
         "superseded": 17,
         "sweeps": {"clean": 12, "mismatch": 0, "interrupted": 1},
+        "transfers": {"verified": 0, "mismatch": 0, "skipped": 0},
     }
     return {
         "name": name,
@@ -206,6 +214,8 @@ def incident_document(identifier: str = "i-1", **changes: Any) -> dict[str, Any]
         "reaction": "log",
         "drill": None,
         "counted": True,
+        "neighbours": [],
+        "pages_total": 1,
     } | changes
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from kv_canary.findings import Finding
 from kv_canary.gate import EngineGate
 from kv_canary.geometry import CanaryGroup, build_group, contiguous_buffer
 from kv_canary.guard import GroupGuard
 from kv_canary.ledger import HostLedger
-from kv_canary.verifier import Finding, Verifier
+from kv_canary.verifier import Verifier
 
 
 @dataclass

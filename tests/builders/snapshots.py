@@ -156,6 +156,7 @@ def make_snapshot(**overrides: Any) -> Snapshot:
         "url": "http://127.0.0.1:10470",
         "started_at": NOW - 3600,
         "tick_at": NOW,
+        "tick_monotonic": overrides.get("tick_at", NOW),
         "state": "running",
         "reason": None,
         "enabled": True,

@@ -5,7 +5,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 _SERVERS = ("vllm", "sglang")
-_TRANSFORMERS = ["test_transformers.py", "test_transformers_pressure.py", "test_transformers_faults.py"]
+_TRANSFORMERS = [
+    "test_transformers.py",
+    "test_transformers_pressure.py",
+    "test_transformers_faults.py",
+    "test_attack_transformers.py",
+]
 
 # An environment with a server brings the transformers that the server wants, which is not what those tests are for.
 collect_ignore = [

@@ -23,7 +23,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-OPEN, SEALED, FREE, UNKNOWN = "open", "sealed", "free", "unknown"
+OPEN, SEALED, FREE, UNKNOWN, LOADING = "open", "sealed", "free", "unknown", "loading"
+ADMITTED = "admitted"  # told of a page that a tier filled: sealed, and to be held against what left
 NEVER = -1
 
 RULES = (
@@ -32,6 +33,7 @@ RULES = (
     "confirm",  # 3: a second read before anything is called persistent
     "seal-fence",  # 4: a seal waits for the writes launched before it
     "free-fence",  # 5: so does the fingerprint of a freed page
+    "admit-fence",  # and a page that is held against its copy
     "epoch",  # while hooks are silent nothing is believed
     "applied-generation",  # pages are taken up late by the generation that their state belongs to
 )
@@ -56,10 +58,10 @@ class State:
     done: int = 0
     device_state: str = UNKNOWN
     # what the canary holds
-    events: tuple[tuple[str, int, int], ...] = ()  # kind, generation, fence
+    events: tuple[tuple[str, int, int, int], ...] = ()  # kind, generation, fence, the version that was loaded
     table: str = UNKNOWN
     applied: int = 0
-    work: tuple[tuple[int, int], ...] = ()  # generation, fence
+    work: tuple[tuple[int, int, int], ...] = ()  # generation, fence, the version that was loaded, 0 for none
     baseline: tuple[int, int, int] = (NEVER, 0, 0)  # generation, words
     epoch: int = 0
     # what it is doing: name, generation, epoch, first word, second word, first reading
@@ -80,6 +82,7 @@ class Model:
     toggles: int = 0
     intruder: bool = False
     glitch: bool = False
+    tiers: bool = False  # pages are also filled by copies of what left before
 
     def has(self, rule: str) -> bool:
         return self.without != rule
@@ -123,6 +126,10 @@ class Model:
             yield "launches a write", self._write(spent)
             yield "seals", self._tell(replace(spent, phase=SEALED), SEALED)
             yield "frees it half full", self._tell(replace(spent, phase=FREE), FREE)
+            if self.tiers:
+                yield "loads", self._load(replace(spent, phase=LOADING))
+        elif s.phase == LOADING:
+            yield "admits", self._tell(replace(spent, phase=SEALED), ADMITTED)
         elif s.phase == SEALED:
             yield "frees", self._tell(replace(spent, phase=FREE), FREE)
 
@@ -133,17 +140,27 @@ class Model:
             yield "hooks fall silent", replace(used, hooks=False)
         else:
             live = s.live + 1
-            told = () if s.phase == OPEN else ((s.phase, live, s.launched),)
+            told = () if s.phase in (OPEN, LOADING) else ((s.phase, live, s.launched, 0),)
             yield (
                 "tells all anew",
-                replace(used, hooks=True, live=live, events=(("reset", live, 0), *told), work=(), baseline=s.baseline),
+                replace(
+                    used, hooks=True, live=live, events=(("reset", live, 0, 0), *told), work=(), baseline=s.baseline
+                ),
             )
 
     def _raise(self, s: State) -> State:
         if self.order == "stream":
             return replace(s, queue=(*s.queue, ("raise", 0)), launched=s.launched + 1)
         live = s.live + 1
-        return replace(s, live=live, events=(*s.events, (OPEN, live, 0)))
+        return replace(s, live=live, events=(*s.events, (OPEN, live, 0, 0)))
+
+    def _load(self, s: State) -> State:
+        """A copy into the page is a write, and needs the raise before it like any other."""
+        if not s.hooks:
+            return self._write(s)
+        if self.has("raise-first"):
+            return self._write(self._raise(s))
+        return replace(self._write(s), owed_raise=True)
 
     def _write(self, s: State) -> State:
         version = s.version + 1
@@ -153,9 +170,10 @@ class Model:
     def _tell(self, s: State, kind: str) -> State:
         if not s.hooks:
             return s
+        loaded = s.version if kind == ADMITTED else 0
         if self.order == "stream":
-            return replace(s, queue=(*s.queue, (kind, 0)), launched=s.launched + 1)
-        return replace(s, events=(*s.events, (kind, s.live, s.launched)))
+            return replace(s, queue=(*s.queue, (kind, loaded)), launched=s.launched + 1)
+        return replace(s, events=(*s.events, (kind, s.live, s.launched, loaded)))
 
     # The device
 
@@ -171,7 +189,7 @@ class Model:
         elif what == "raise":
             yield "the raise is done", replace(moved, live=s.live + 1, device_state=OPEN)
         else:
-            yield f"the page is {what}", replace(moved, device_state=what, work=(*s.work, (s.live, s.done)))
+            yield f"the page is {what}", replace(moved, device_state=what, work=(*s.work, (s.live, s.done, value)))
 
     # The canary
 
@@ -184,11 +202,12 @@ class Model:
         if s.events:
             yield "applies an event", self._apply(s)
         if s.work:
-            (generation, fence), rest = s.work[0], s.work[1:]
+            (generation, fence, loaded), rest = s.work[0], s.work[1:]
             if s.done >= fence:
                 begun = replace(s, work=rest)
                 if self._reads(s) and s.live == generation != s.baseline[0]:
-                    begun = replace(begun, doing=("take", generation, s.epoch, None, None, None))
+                    doing = ("admit", generation, s.epoch, None, None, (loaded, None)) if loaded else None
+                    begun = replace(begun, doing=doing or ("take", generation, s.epoch, None, None, None))
                 yield "takes work", begun
         elif self._reads(s) and self.order == "host" and s.table in (SEALED, FREE):
             generation = s.applied if self.has("applied-generation") else s.live
@@ -201,13 +220,14 @@ class Model:
         return s.hooks or not self.has("epoch")
 
     def _apply(self, s: State) -> State:
-        (kind, generation, fence), rest = s.events[0], s.events[1:]
+        (kind, generation, fence, loaded), rest = s.events[0], s.events[1:]
         if kind == "reset":
             return replace(s, events=rest, table=UNKNOWN, applied=generation)
         if kind == OPEN:
             return replace(s, events=rest, table=OPEN, applied=generation)
-        rule = "seal-fence" if kind == SEALED else "free-fence"
-        return replace(s, events=rest, table=kind, work=(*s.work, (s.applied, fence if self.has(rule) else 0)))
+        rule = {SEALED: "seal-fence", FREE: "free-fence", ADMITTED: "admit-fence"}[kind]
+        work = (s.applied, fence if self.has(rule) else 0, loaded)
+        return replace(s, events=rest, table=kind, work=(*s.work, work))
 
     def _go_on(self, s: State) -> Iterator[tuple[str, State]]:
         name, generation, epoch, first, second, reading = s.doing
@@ -233,6 +253,8 @@ class Model:
         words = (first, second)
         if name == "take":
             return replace(ended, baseline=(generation, *words))  # type: ignore[arg-type]
+        if name in ("admit", "transfer"):
+            return self._judge(ended, s)
         expected = s.baseline[1:]
         if name == "verify" and words != expected:
             if self.has("confirm"):
@@ -243,6 +265,17 @@ class Model:
                 return replace(ended, report="persistent")
             return replace(ended, report="transient" if words == expected else "changing")
         return ended
+
+    def _judge(self, ended: State, s: State) -> State:
+        """A page that was loaded is held against what left; right or wrong, that is its baseline."""
+        name, generation, epoch, first, second, (loaded, reading) = s.doing  # type: ignore[misc]
+        words, expected = (first, second), (loaded, loaded)
+        held = replace(ended, baseline=(generation, *expected))  # type: ignore[arg-type]
+        if words == expected:
+            return replace(held, report="transient") if name == "transfer" else held
+        if name == "admit" and self.has("confirm"):
+            return replace(ended, doing=("transfer", generation, epoch, None, None, (loaded, words)))
+        return replace(held, report="persistent" if name == "admit" or words == reading else "changing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

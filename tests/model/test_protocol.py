@@ -27,8 +27,15 @@ Model, explore = protocol.Model, protocol.explore
         Model(order="stream", steps=5, intruder=True),
         Model(order="host", steps=5, glitch=True),
         Model(order="stream", steps=5, glitch=True),
+        Model(order="host", steps=6, tiers=True),
+        Model(order="stream", steps=6, tiers=True),
+        Model(order="host", steps=5, toggles=2, tiers=True),
+        Model(order="host", steps=5, intruder=True, tiers=True),
     ],
-    ids=["host", "stream", "host-toggled", "host-intruder", "stream-intruder", "host-glitch", "stream-glitch"],
+    ids=[
+        *("host", "stream", "host-toggled", "host-intruder", "stream-intruder", "host-glitch", "stream-glitch"),
+        *("host-tiers", "stream-tiers", "host-toggled-tiers", "host-intruder-tiers"),
+    ],
 )
 def test_no_order_of_steps_breaks_a_property(model: Model) -> None:
     states, broken = explore(model)
@@ -45,6 +52,7 @@ LEFT_OUT = [
     (Model(order="stream", without="confirm", steps=5, glitch=True), "memory is right"),
     (Model(without="seal-fence", steps=6), "false alarm"),
     (Model(without="free-fence", steps=6), "false alarm"),
+    (Model(without="admit-fence", steps=6, tiers=True), "false alarm"),
     (Model(without="epoch", steps=6, toggles=2), "false alarm"),
     (Model(without="applied-generation", steps=6), "false alarm"),
 ]

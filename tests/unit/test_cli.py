@@ -335,6 +335,17 @@ def test_one_incident_is_shown_in_full(cli: Invocation) -> None:
         assert text in cli.out
 
 
+def test_pages_that_went_bad_together_are_listed(api: FakeApi, cli: Invocation) -> None:
+    """How many more in the list; which ones in full, as far as they are listed."""
+    document = incident_document(page=7, neighbours=[8, 9, 12], pages_total=300)
+    api.routes["GET", "/v1/incidents/i-1"] = document
+    api.routes["GET", "/v1/incidents"] = {"incidents": [document], "next": None, "total": 1}
+    cli("incidents", "i-1")
+    assert "8-9, 12, ... (300 pages in all)" in cli.out
+    cli("incidents")
+    assert "7 +299" in cli.out
+
+
 # --- sweeps and drills
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "gpu" / "compile_kernels.py"
-VARIANTS = {"fingerprint": 12, "settle": 1, "ledger": 10}
+VARIANTS = {"fingerprint": 12, "settle": 1, "ledger": 12}
 
 
 @functools.cache

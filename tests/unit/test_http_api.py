@@ -83,7 +83,7 @@ def test_status_is_the_whole_snapshot_as_json() -> None:
 @pytest.mark.parametrize(
     ("model", "source", "left_out", "added"),
     [
-        (StatusAnswer, Snapshot, {"incidents"}, {"last_incident"}),
+        (StatusAnswer, Snapshot, {"incidents", "tick_monotonic"}, {"last_incident"}),
         (GroupAnswer, GroupSnapshot, set(), set()),
         (CountersAnswer, GroupCounters, {"sweep_duration_buckets", "sweep_duration_sum"}, set()),
         (SweepAnswer, SweepRequest, set(), {"progress"}),

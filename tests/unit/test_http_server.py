@@ -20,7 +20,7 @@ from builders.control import FakeControl
 from builders.requests import assert_problem
 from builders.snapshots import make_incident, make_snapshot
 from kv_canary.errors import KVCanaryError
-from kv_canary.http import server as server_module
+from kv_canary.http import connection as connection_module
 from kv_canary.http.api import build_app
 from kv_canary.http.server import HttpServer, bind_socket
 from kv_canary.http.stream import STREAM_LIMIT, StreamTiming
@@ -155,13 +155,17 @@ def test_a_malformed_request_is_a_problem_too(request_bytes: bytes) -> None:
         assert client.get("/healthz").status_code in (200, 503)
 
 
-def test_connections_over_the_limit_get_a_503_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_over_the_limit_gets_a_503_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The server never holds more than its share of the process, and says so in the one shape."""
-    monkeypatch.setattr(server_module, "CONNECTION_LIMIT", 2)
+    monkeypatch.setattr(connection_module, "REQUEST_LIMIT", 2)
     with serving(FakeControl()) as (server, client), contextlib.ExitStack() as held:
         for _ in range(2):
-            held.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
-        assert_problem(client.get("/v1/status"), 503, "2 connections")
+            connection = held.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            connection.sendall(b"GET /v1/incidents/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        assert_problem(client.get("/v1/status"), 503, "2 requests")
 
 
 def test_the_host_process_is_left_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
@@ -228,6 +232,25 @@ def test_a_stream_resumes_after_the_last_event(headers: dict[str, str], query: s
     ):
         found = events(response.iter_lines(), len(expected))
     assert [event["id"] for event in found] == expected
+
+
+def test_a_flood_is_cut_off_and_said_to_be() -> None:
+    """The first of it, then how many were left out; what comes after is sent again."""
+    flood = tuple(make_incident(number) for number in range(1, 41))
+    control = FakeControl(make_snapshot(incidents=flood))
+    timing = StreamTiming(poll_seconds=0.01, incidents_a_look=3)
+    with (
+        serving(control, stream_timing=timing) as (_, client),
+        client.stream("GET", "/v1/incidents/stream?after=gone") as response,
+    ):
+        lines = response.iter_lines()
+        found = events(lines, 4)
+        control.publish(incidents=(*flood, make_incident(41)))
+        found += events(lines, 1)
+    assert [event["event"] for event in found] == [*["incident"] * 3, "flood", "incident"]
+    assert [event["id"] for event in found[:3]] == ["incident-1", "incident-2", "incident-3"]
+    assert json.loads(found[3]["data"]) == {"left_out": 37, "after": "incident-3"}
+    assert (found[3]["id"], found[4]["id"]) == ("incident-40", "incident-41")
 
 
 def test_a_silent_stream_has_heartbeats() -> None:

@@ -17,8 +17,11 @@ from builders.ledgers import DEVICE
 from kv_canary.ledger import SEALED, Reason, TensorLedger
 
 PAGES = 8
-EVENTS = ("allocate", "write", "seal", "claim", "reopen", "adopt", "release", "free", "move", "forget", "step")
-ONE_EACH = {"allocate": 1, "write": 1, "seal": 1, "claim": 2, "adopt": 2, "release": 1, "move": 1}
+EVENTS = (
+    *("allocate", "write", "seal", "claim", "reopen", "load", "adopt", "release", "free", "move", "hold", "forget"),
+    *("export", "admit", "step"),
+)
+ONE_EACH = {"allocate": 1, "write": 1, "seal": 1, "claim": 2, "load": 1, "adopt": 2, "release": 1, "move": 1, "hold": 1}
 
 Event = tuple[str, list[Any], dict[str, Any]]
 
@@ -32,6 +35,8 @@ def pair(**options: int) -> tuple[TensorLedger, TensorLedger]:
 def do(ledger: TensorLedger, event: Event) -> None:
     name, arguments, options = event
     place = lambda value: torch.tensor(value, device=ledger.device) if isinstance(value, list) else value  # noqa: E731
+    if name == "admit":  # of what left the same pages a moment before
+        arguments = [arguments[0], ledger.export(place(arguments[0]))]
     getattr(ledger, name)(*map(place, arguments), **{key: place(value) for key, value in options.items()})
 
 
@@ -65,7 +70,8 @@ def work(ledger: TensorLedger) -> list[tuple[Any, ...]]:
     taken = []
     while (one := ledger.take_work()) is not None:
         sources = [] if one.sources is None else [one.sources.tolist(), one.source_generations.tolist()]
-        taken.append((one.kind, one.pages.tolist(), one.generations.tolist(), *sources))
+        left = [] if one.kind != "export" else [torch.as_tensor(one.manifest.identities).tolist()]
+        taken.append((one.kind, one.pages.tolist(), one.generations.tolist(), *sources, *left))
     return taken
 
 
@@ -180,3 +186,16 @@ def test_of_two_reasons_of_a_move_the_second_stays_wherever_the_page_occurs() ->
             do(ledger, event)
     assert everything(kernel) == everything(reference)
     assert [violation.reason for violation in kernel.take_violations()] == [Reason.CLAIM_IDENTITY]
+
+
+@pytest.mark.parametrize("name", ["write", "load"])
+@pytest.mark.parametrize("owners", [[5, 6, 7, 0, 8], [5, 6, 0, 7, 0], [0, 0, 0, 0, 0]])
+def test_of_several_first_writers_of_a_nameless_page_the_last_place_names_it(name: str, owners: list[int]) -> None:
+    """Five places in blocks of four; none of them is a stranger, for nobody was named before this call."""
+    reference, kernel = pair()
+    for event in (("allocate", [[1, 2], 0], {}), (name, [[1, 2, 1, 2, 1], owners], {})):
+        for ledger in (reference, kernel):
+            do(ledger, event)
+    assert everything(kernel) == everything(reference)
+    assert kernel._table.owner.tolist()[1:3] == [owners[4], owners[3]]
+    assert kernel.take_violations() == []

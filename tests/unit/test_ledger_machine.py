@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from builders.ledgers import Driver
-from kv_canary.ledger import Reason
+from kv_canary.ledger import Reason, Work
 from kv_canary.snapshot import PAGE_STATES
 
 PAGES = 6
@@ -68,13 +69,29 @@ class Model:
             page.owner, page.promised = owner, 0
 
     def write(self, numbers: list[int], owner: str) -> None:
-        for number in numbers:
+        for number in set(numbers):
+            self.judge_writer(number, owner)
+            self.pages[number].in_flight = True
+
+    def judge_writer(self, number: int, owner: str) -> None:
+        page = self.pages[number]
+        self.flag(Reason.WRITE_TO_SEALED, number, page.state == "sealed")
+        self.flag(Reason.WRITE_TO_FREE, number, page.state == "free")
+        if page.state == "open":
+            self.flag(Reason.WRITE_TO_FOREIGN, number, _differ(page.owner, owner))
+            page.owner = page.owner or owner
+
+    def load(self, numbers: list[int], owner: str) -> None:
+        for number in set(numbers):
+            self.judge_writer(number, owner)
             page = self.pages[number]
-            self.flag(Reason.WRITE_TO_SEALED, number, page.state == "sealed")
-            self.flag(Reason.WRITE_TO_FREE, number, page.state == "free")
-            stranger = bool(owner and page.owner) and owner != page.owner
-            self.flag(Reason.WRITE_TO_FOREIGN, number, page.state == "open" and stranger)
-            page.in_flight = True
+            page.state, page.identity, page.in_flight = "loading", 0, True
+            page.generation += 1
+
+    def held_now(self, numbers: list[int]) -> list[int]:
+        """What leaves with an export: the identities of complete pages."""
+        pages = (self.pages[number] for number in numbers)
+        return [page.identity if page.state in ("sealed", "free") else 0 for page in pages]
 
     def seal(self, numbers: list[int], identity: int) -> None:
         for number in set(numbers):
@@ -101,6 +118,8 @@ class Model:
                 self.flag(Reason.CLAIM_OF_OPEN, number)
             elif page.state == "free":
                 self.flag(Reason.CLAIM_OF_FREE, number)
+            elif page.state == "loading":
+                self.flag(Reason.CLAIM_OF_LOADING, number)
             elif page.state == "unknown" or not (page.identity and identity):
                 self.not_covered += times
             else:
@@ -123,7 +142,7 @@ class Model:
     def release(self, numbers: list[int], owner: str) -> None:
         for number, times in Counter(numbers).items():
             page = self.pages[number]
-            self.flag(Reason.RELEASE_WITHOUT_OWNER, number, page.holders < times)
+            self.flag(Reason.RELEASE_WITHOUT_OWNER, number, page.holders < times and page.state != "unknown")
             page.holders = max(0, page.holders - times)
             if not page.holders or page.owner == owner:
                 page.leave()
@@ -154,14 +173,27 @@ class Model:
         self.pages = [Page(generation=page.generation + 1) for page in self.pages]
 
 
-def _differ(left: int, right: int) -> bool:
+def _differ(left: int | str, right: int | str) -> bool:
     return bool(left and right) and left != right
 
 
 pages = st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=3)
+distinct = st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=3, unique=True)
 page = st.integers(0, PAGES - 1)
 owners = st.sampled_from(OWNERS)
 identities = st.sampled_from([0, 70, -(2**63) + 1])
+
+
+def _carried(work: Work) -> list[int] | None:
+    return np.asarray(work.identities).tolist() if work.kind == "export" else None
+
+
+def _handed_on(work: Work) -> list[int] | None:
+    return work.source_generations.tolist() if work.kind == "move" else None
+
+
+def _told(work: Work) -> int | None:
+    return None if work.kind != "admit" or work.identities is None else int(np.asarray(work.identities).reshape(-1)[0])
 
 
 class Ledgers(RuleBasedStateMachine):
@@ -207,6 +239,24 @@ class Ledgers(RuleBasedStateMachine):
     def reopen(self, numbers: list[int]) -> None:
         self.model.reopen(numbers)
         self.do("reopen", numbers)
+
+    @rule(numbers=pages, owner=owners)
+    def load(self, numbers: list[int], owner: str) -> None:
+        self.model.load(numbers, owner)
+        self.do("load", numbers, owner)
+
+    @rule(sources=distinct, onto=distinct, told=identities, loads=st.booleans())
+    def travels(self, sources: list[int], onto: list[int], told: int, loads: bool) -> None:
+        """Pages leave for a tier; some of them, in another order, come back, loaded as they should be or not."""
+        rows = [row % len(sources) for row in range(len(onto))][::-1]
+        left = self.model.held_now(sources)
+        manifests = [driver.ledger.export(driver.array(sources)).part(rows) for driver in self.drivers]
+        if loads:
+            self.load(onto, "")
+        for row, number in zip(rows, onto, strict=True):
+            self.model.seal([number], told or left[row])
+        for driver, manifest in zip(self.drivers, manifests, strict=True):
+            driver.ledger.admit(driver.array(onto), manifest, told)
 
     @rule(numbers=pages, identity=identities, owner=owners, holders=st.integers(0, 2))
     def adopt(self, numbers: list[int], identity: int, owner: str, holders: int) -> None:
@@ -306,7 +356,17 @@ class Ledgers(RuleBasedStateMachine):
     @invariant()
     def the_same_work_is_left(self) -> None:
         first, *others = (
-            [(work.kind, work.pages.tolist(), work.generations.tolist()) for work in driver.work()]
+            [
+                (
+                    work.kind,
+                    work.pages.tolist(),
+                    work.generations.tolist(),
+                    _carried(work),
+                    _told(work),
+                    _handed_on(work),
+                )
+                for work in driver.work()
+            ]
             for driver in self.drivers
         )
         assert all(other == first for other in others)

@@ -16,7 +16,21 @@ from kv_canary.ledger.short import SHORT, HostPageTable
 from kv_canary.ledger.transitions import PageTable
 
 PAGES = 3
-EVENTS = ("allocate", "write", "seal", "release", "free", "claim", "reopen", "adopt", "move", "forget", "step")
+EVENTS = (
+    "allocate",
+    "write",
+    "seal",
+    "release",
+    "free",
+    "claim",
+    "reopen",
+    "adopt",
+    "move",
+    "load",
+    "hold",
+    "forget",
+    "step",
+)
 
 page_lists = st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=3)
 values = st.one_of(st.integers(0, 3), st.lists(st.integers(0, 3), min_size=4, max_size=4))
@@ -46,7 +60,7 @@ def apply(table: PageTable, event: str, pages: list[int], first: Any, second: An
     )
     if event == "step":
         table.step += 1
-    elif event in ("allocate", "write", "seal", "release"):
+    elif event in ("allocate", "write", "seal", "release", "load", "hold"):
         getattr(table, event)(array, one)
     elif event == "claim":
         table.claim(array, one, other)

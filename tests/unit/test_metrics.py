@@ -32,6 +32,7 @@ from kv_canary.snapshot import (
     SOURCES,
     SWEEP_DURATION_BUCKETS,
     SWEEP_RESULTS,
+    TRANSFER_RESULTS,
     Snapshot,
 )
 
@@ -42,6 +43,7 @@ DESIGN_TABLE = {
     "kv_canary_read_bytes_total": "group purpose",
     "kv_canary_verified_pages_total": "group",
     "kv_canary_pages": "group state",
+    "kv_canary_transfers_total": "group result",
     "kv_canary_sweeps_total": "group result",
     "kv_canary_sweep_duration_seconds": "group",
     "kv_canary_last_sweep_timestamp_seconds": "group",
@@ -96,6 +98,7 @@ def test_the_text_format_carries_every_row_of_the_table_with_its_type_and_labels
         ("kv_canary_mismatches_total", len(CHECKS) * len(PERSISTENCES) * len(SOURCES)),
         ("kv_canary_read_bytes_total", len(PURPOSES)),
         ("kv_canary_pages", len(PAGE_STATES)),
+        ("kv_canary_transfers_total", len(TRANSFER_RESULTS)),
         ("kv_canary_sweeps_total", len(SWEEP_RESULTS)),
         ("kv_canary_drills_total", len(DRILL_KINDS) * len(DRILL_RESULTS)),
         ("kv_canary_kernel_seconds_total", len(KERNELS)),

@@ -17,7 +17,7 @@ import pytest
 from kv_canary import __version__
 
 REPOSITORY = Path(__file__).parents[2]
-ADAPTERS = ("kv_canary_transformers", "kv_canary_vllm")
+ADAPTERS = ("kv_canary_transformers", "kv_canary_vllm", "kv_canary_sglang")
 SOURCES = {"kv_canary": REPOSITORY / "daemon"} | dict.fromkeys(ADAPTERS, REPOSITORY / "adapters")
 NOT_SOURCE = (
     *(".git", ".*_cache", ".hypothesis", ".stack", ".venv*", ".whl"),
@@ -90,6 +90,7 @@ def test_the_wheel_names_its_commands_its_demo_and_its_licence(wheel: Path) -> N
             "vllm": "kv_canary_vllm.bench:measure",
         },
         "kv_canary.demo": {"transformers": "kv_canary_transformers.demo:main"},
+        "kv_canary.faults": {"transformers": "kv_canary_transformers.faults:run"},
         "vllm.general_plugins": {"kv_canary": "kv_canary_vllm.plugin:register"},
     }
     assert (metadata["Name"], metadata["Version"]) == ("kv-canary", __version__)

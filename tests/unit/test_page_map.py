@@ -99,6 +99,15 @@ def test_the_page_of_an_incident_is_marked_and_a_drill_s_in_another_way(small: t
     assert (found.mismatched_pages, found.drilled_pages) == (1, 1)
 
 
+def test_pages_that_went_bad_with_another_are_marked_too(small: tuple[Harness, Desk]) -> None:
+    harness, desk = small
+    harness.sealed(0, 1, 2)
+    desk.incidents.add(make_incident(1, page=2, group="full", neighbours=(0, 99), pages_total=3))
+    found = desk.mapper.map(harness.guard, DEADLINE)
+    assert [cell & MISMATCHED for cell in found.cells[:3]] == [MISMATCHED, 0, MISMATCHED]
+    assert found.mismatched_pages == 2
+
+
 def test_nothing_is_known_while_the_hooks_are_silent(small: tuple[Harness, Desk]) -> None:
     """As the counts of states in the status have it."""
     harness, desk = small

@@ -7,6 +7,7 @@ import random
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kv_canary.identity import Prefix
 from kv_canary.slot_chain import SlotChain, first_state
 

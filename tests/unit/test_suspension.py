@@ -312,7 +312,7 @@ def test_time_in_which_nothing_could_be_read_does_not_count_against_the_deadline
         def quarantine(self, space: str, page: int) -> str:
             return ""
 
-    canary.take_over(gate, [(ledger, [(group, open_table(group))])], 1e9, ())
+    canary.take_over(gate, [(ledger, [(group, open_table(group), None)])], 1e9, ())
     gate.boundary(Port())
     canary.settle()
     clock.now += 3

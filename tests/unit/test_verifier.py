@@ -261,3 +261,32 @@ def test_a_copy_of_a_free_page_is_not_guarded_while_it_is_open() -> None:
     harness.apply()
     harness.flip(2)
     assert harness.sweep() == []
+
+
+def test_copies_of_copies_of_an_open_page_are_held_against_themselves() -> None:
+    """Forks of forks: each goes on to write its own copy, and by the time of our turn all of them are sealed."""
+    harness = Harness()
+    harness.ledger.allocate([0, 1, 2], "a")
+    for source, target in ((0, 1), (1, 2)):
+        harness.ledger.move([source], [target])
+        harness.memory[target] = harness.memory[source]
+    for page in (0, 1, 2):
+        harness.memory[page, 100] = page
+    harness.ledger.seal([0, 1, 2], [70, 71, 72])
+    harness.apply()
+    assert harness.sweep() == []
+    harness.flip(2)
+    assert [finding.page for finding in harness.sweep()] == [2]
+
+
+def test_a_copy_of_a_free_page_is_held_against_itself() -> None:
+    harness = Harness()
+    harness.sealed(1)
+    harness.ledger.release([1], "a")
+    harness.ledger.free([1])
+    harness.ledger.allocate([2], "b")
+    harness.ledger.move([1], [2])
+    harness.memory[2, :64] = 9
+    harness.ledger.seal([2], 72)
+    harness.apply()
+    assert harness.sweep() == []

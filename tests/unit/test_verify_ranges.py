@@ -19,6 +19,7 @@ from builders.harness import ManualClock, make_group, make_memory
 from builders.ledgers import DEVICE
 from builders.pools import Layout, Part, make_pool
 from kv_canary import Budget, Settings
+from kv_canary.findings import Finding
 from kv_canary.fingerprint import gpu, spec
 from kv_canary.fingerprint.gpu import GpuTable
 from kv_canary.fingerprint.table import PageRanges
@@ -29,7 +30,7 @@ from kv_canary.ledger import FREE, LOADING, OPEN, SEALED, UNKNOWN, HostLedger, T
 from kv_canary.ledger.columns import PageColumns
 from kv_canary.scrubber import Scrubber
 from kv_canary.sidecar import Sidecar
-from kv_canary.verifier import Finding, Verifier
+from kv_canary.verifier import Verifier
 
 PAGES = 13  # the last tile is not full
 

@@ -76,6 +76,9 @@ def build_parser() -> argparse.ArgumentParser:
     # Listed for --help alone: `main` hands everything after these over before this grammar sees it.
     subparsers.add_parser("demo", help="run an embedded engine with traffic under the canary", add_help=False)
     subparsers.add_parser("bench", help="measure on this machine what guarding a cache costs", add_help=False)
+    subparsers.add_parser(
+        "faults", help="inject known faults into an engine of its own: what is caught", add_help=False
+    )
     return parser
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from kv_canary.cli.bench import run_bench
 from kv_canary.cli.client import DEFAULT_TIMEOUT_SECONDS, Client
 from kv_canary.cli.demo import run_demo
+from kv_canary.cli.faults import run_faults
 from kv_canary.cli.parser import UsageError, build_parser
 from kv_canary.cli.render import Style, plain
 from kv_canary.cli.session import CLEAN, INTERRUPTED, TROUBLE, Outcome, Session, Surroundings
@@ -30,6 +31,8 @@ def run(argv: Sequence[str], surroundings: Surroundings) -> int:
         return _guarded(lambda: run_demo(argv[1:]), surroundings, as_json=False)
     if argv[:1] == ["bench"]:
         return _guarded(lambda: run_bench(argv[1:], surroundings), surroundings, as_json="--json" in argv)
+    if argv[:1] == ["faults"]:
+        return _guarded(lambda: run_faults(argv[1:], surroundings), surroundings, as_json="--json" in argv)
     for stream in (surroundings.stdout, surroundings.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a name that the terminal cannot spell is no reason to fail
@@ -58,7 +61,9 @@ def _guarded(work: Callable[[], int], surroundings: Surroundings, *, as_json: bo
 def _ask(argv: Sequence[str], surroundings: Surroundings) -> int:
     arguments = build_parser().parse_args(argv)
     if not hasattr(arguments, "run"):
-        raise UsageError("demo and bench take their options after their names\nfor example: kv-canary demo --help")
+        raise UsageError(
+            "demo, bench and faults take their options after their names\nfor example: kv-canary demo --help"
+        )
     session = _session(arguments, surroundings)
     try:
         outcome: Outcome = arguments.run(arguments, session)

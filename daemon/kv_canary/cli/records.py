@@ -45,7 +45,7 @@ def incidents_screen(incidents: Sequence[Document], next_id: str | None, style: 
             age(incident.get("found_at"), now),
             Painted(str(incident.get("source", "?")), "bad" if is_real(incident) else "dim"),
             str(incident.get("group", "?")),
-            str(incident.get("page", "?")),
+            _page(incident),
             str(incident.get("check", "?")),
             str(incident.get("persistence", "?")),
             str(incident.get("cause") or "-"),
@@ -76,6 +76,7 @@ def incident_screen(incident: Document, style: Style, now: float) -> list[str]:
         ("cause", str(incident.get("cause") or "not known")),
         ("check", f"{check}, {incident.get('persistence', '?')}: {MEANINGS.get(check, 'unknown to this version')}"),
         ("page", f"{incident.get('page')} of group {incident.get('group')}, {incident.get('page_state')}" + layers),
+        *_neighbours(incident),
         ("owner", f"{owner} ({count(incident.get('owners'))} now)"),
         ("last good", "never seen good" if last_good is None else f"{moment(last_good)}, {age(last_good, now)}"),
         ("found", f"{moment(found_at)}, {age(found_at, now)}{window}"),
@@ -103,16 +104,36 @@ def incident_screen(incident: Document, style: Style, now: float) -> list[str]:
     return lines
 
 
+def _page(incident: Document) -> str:
+    """`5`, or `5 +3` where three more went bad with it."""
+    more = (incident.get("pages_total") or 1) - 1
+    return f"{incident.get('page', '?')}" + (f" +{count(more)}" if more > 0 else "")
+
+
+def _neighbours(incident: Document) -> list[tuple[str, str]]:
+    """The pages that went bad with the first one."""
+    listed, total = incident.get("neighbours") or (), incident.get("pages_total") or 1
+    if total < 2:
+        return []
+    more = ", ..." if total - 1 > len(listed) else ""
+    return [("alike", f"{_runs(listed)}{more} ({count(total)} pages in all)")]
+
+
 def _ranges(layers: Sequence[int]) -> str:
     """` layers 0-3, 7`."""
-    runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    text = ", ".join(f"{low}-{high}" if high > low else str(low) for low, high in runs)
+    text = _runs(layers)
     return f", layer{'s' * (len(layers) != 1)} {text}" if text else ""
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """`0-3, 7`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{low}-{high}" if high > low else str(low) for low, high in runs)
 
 
 def sweep_line(sweep: Document) -> str:

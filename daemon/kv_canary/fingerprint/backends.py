@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 
 from kv_canary.fingerprint.table import FingerprintTable
-from kv_canary.geometry import CanaryGroup
+from kv_canary.geometry import CanaryGroup, cut_by_buffer
 
 logger = logging.getLogger("kv_canary")
 
@@ -27,3 +27,12 @@ def open_table(group: CanaryGroup, *, threads: int = 1) -> FingerprintTable:
     from kv_canary.fingerprint.tensor import TensorTable
 
     return TensorTable(group)
+
+
+def open_buffer_table(group: CanaryGroup, *, threads: int = 1) -> FingerprintTable | None:
+    """A second table with a fingerprint for each buffer, for a group whose pages travel; None where the first one has
+    them anyhow. Compiles like `open_table`.
+    """
+    if not group.travels or all(len(stripe.buffers) == 1 for stripe in group.stripes):
+        return None
+    return open_table(cut_by_buffer(group), threads=threads)

@@ -24,6 +24,7 @@ from kv_canary.fingerprint.gpu_kernels import (
     settle_kernel,
 )
 from kv_canary.fingerprint.table import NEVER, Differences, FingerprintArray, PageArray, PageRanges, RangeOutcome
+from kv_canary.fingerprint.tensor import words_of
 from kv_canary.geometry import WORD, CanaryGroup, PageBuffer
 from kv_canary.identity import splitmix64_scalar
 from kv_canary.ledger.columns import PageColumns
@@ -140,6 +141,10 @@ class GpuTable:
         with torch.inference_mode(), self._on_stream():
             rows = torch.from_numpy(fingerprints.astype(np.uint64, copy=True).view(np.int64)).to(self._device)
             self._expected[torch.from_numpy(pages.copy()).to(self._device)] = rows
+
+    def words(self, page: int, stripe: int) -> FingerprintArray:
+        with torch.inference_mode(), self._on_stream():
+            return words_of(self._group.stripes[stripe], page)
 
     def synchronize(self) -> None:
         if self._stream is not None:

@@ -165,7 +165,8 @@ def _fingerprint_tile(
     """Fingerprints of the rows `begin` .. `end - 1` of `pages` in one stripe, into the first places of `out`.
 
     One segment after the other, two pages at a time, one from each half of the tile: of neighbouring pages each of the
-    two streams goes on where it was, for as long as half a tile is. The next tile is named so that its first lines are under way.
+    two streams goes on where it was, for as long as half a tile is. The next tile is named so that its first lines are
+    under way.
     """
     for place in range(end - begin):
         out[place] = np.uint64(0)

@@ -29,15 +29,19 @@ _32 = np.uint64(32)
 
 def keys(words: int) -> U64Array:
     """k_0 .. k_(words-1)."""
+    return keys_from(0, words)
+
+
+def keys_from(first: int, words: int) -> U64Array:
+    """k_first .. k_(first+words-1)."""
     with np.errstate(over="ignore"):
-        return splitmix64(np.arange(words, dtype=np.uint64) + np.uint64(SEED))
+        return splitmix64(np.arange(first, first + words, dtype=np.uint64) + np.uint64(SEED))
 
 
 def word_sum(words: U64Array, first: int = 0) -> int:
     """The sum over `words`, which are words `first`, `first + 1`, ... of the stripe."""
     with np.errstate(over="ignore"):
-        k = splitmix64(np.arange(first, first + len(words), dtype=np.uint64) + np.uint64(SEED))
-        v = words ^ k
+        v = words ^ keys_from(first, len(words))
         terms = (v & _LOW) * (v >> _32) + ((words << _32) | (words >> _32))
         return int(terms.sum(dtype=np.uint64))
 

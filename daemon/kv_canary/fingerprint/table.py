@@ -83,6 +83,9 @@ class FingerprintTable(Protocol):
     def store(self, pages: PageArray, fingerprints: FingerprintArray) -> None:
         """Replaces rows of the table."""
 
+    def words(self, page: int, stripe: int) -> FingerprintArray:
+        """The words of a stripe of one page as they are now, its buffers in order: to look for a cause."""
+
     def synchronize(self) -> None:
         """Waits until nothing that was launched for this table runs any more."""
 

@@ -111,6 +111,7 @@ class CountersAnswer(_Answer):
     claims_not_covered: int
     superseded: int
     sweeps: dict[str, int]
+    transfers: dict[str, int]
 
 
 class GroupAnswer(_Answer):

@@ -31,10 +31,11 @@ class _KeptMap:
 
 def add_page_routes(app: FastAPI, control: Control, timeout_seconds: float) -> None:
     kept: dict[str, _KeptMap] = {}
+    stopping: asyncio.Event = app.state.stopping
 
     async def build(group: str, entry: _KeptMap) -> bytes:
         try:
-            found: PageMap = await answer_of(control, MapPages(group=group), timeout_seconds, app.state.stopping)
+            found: PageMap = await answer_of(control, MapPages(group=group), timeout_seconds, stopping)
             entry.body = _encoded(found)
             entry.good_until = asyncio.get_running_loop().time() + KEPT_SECONDS
             return entry.body
@@ -65,7 +66,7 @@ def add_page_routes(app: FastAPI, control: Control, timeout_seconds: float) -> N
         """One page: state, owner, and the age of its verification."""
         find_group(control.snapshot(), group)
         command = LookAtPage(group=group, page=page)
-        found: PageDetails = await answer_of(control, command, timeout_seconds, app.state.stopping)
+        found: PageDetails = await answer_of(control, command, timeout_seconds, stopping)
         return found
 
 

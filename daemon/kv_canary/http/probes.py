@@ -46,7 +46,7 @@ def add_probe_routes(app: FastAPI, control: Control, clock: Clock, targets: Call
     async def healthz() -> HealthAnswer:
         """200 while the canary thread ticks."""
         snapshot = control.snapshot()
-        if (reason := why_not_healthy(snapshot, clock.time())) is not None:
+        if (reason := why_not_healthy(snapshot, clock.monotonic())) is not None:
             raise ProblemError(503, reason, state=snapshot.state)
         return HealthAnswer(state=snapshot.state)
 
@@ -74,9 +74,10 @@ def add_probe_routes(app: FastAPI, control: Control, clock: Clock, targets: Call
 
 
 def why_not_healthy(snapshot: Snapshot, now: float) -> str | None:
+    """`now` is monotonic: a clock that somebody sets neither hides a dead thread nor invents one."""
     if snapshot.state == "failed":
         return f"the canary failed: {snapshot.reason or 'no reason known'}; the engine goes on without it"
-    silence = now - snapshot.tick_at
+    silence = now - snapshot.tick_monotonic
     if silence >= TICK_LIMIT_SECONDS:
         return f"the canary thread last ticked {silence:.1f} s ago, the limit is {TICK_LIMIT_SECONDS:g} s"
     return None

@@ -1,7 +1,8 @@
 """The HTTP thread: a socket bound beforehand, and uvicorn on it in a daemon thread.
 
-Owns the socket, the thread and its event loop. Nothing of the host is changed: no signal handlers, no logging
-configuration (uvicorn's own `access_log=False` would silence the host's access log), no event loop policy.
+Owns the socket, the thread and its event loop. What clients may take up is limited in `connection` (sockets, time, log
+lines) and in `pace` (processor time). Nothing of the host is changed: no signal handlers, no logging configuration
+(uvicorn's own `access_log=False` would silence the host's access log), no event loop policy.
 """
 
 from __future__ import annotations
@@ -9,22 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
+import os
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
 
-import h11
 import uvicorn
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kv_canary.errors import KVCanaryError
+from kv_canary.http import connection
 from kv_canary.http.api import CanaryApi
+from kv_canary.http.pace import paced_event_loop
 from kv_canary.http.problems import LOGGER, problem
 
-CONNECTION_LIMIT = 64
+# Connections that wait in the kernel, and how many of them one turn of the event loop takes in. Far fewer than may
+# wait: whoever asks at once must be heard before so many others have come that its place is given away.
+BACKLOG = 128
+ACCEPTED_A_TURN = 8
 HEADER_LIMIT_BYTES = 16 << 10
 KEEP_ALIVE_SECONDS = 5
 START_TIMEOUT_SECONDS = 10.0
@@ -60,7 +63,8 @@ def _listen(host: str, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != "::"))
         sock.bind(address)
-        sock.listen(CONNECTION_LIMIT)  # only a listening socket keeps others away when both reuse the address
+        # already here: only a listening socket keeps others away when both reuse the address
+        sock.listen(BACKLOG)
     except BaseException:
         sock.close()
         raise
@@ -75,12 +79,13 @@ class HttpServer:
         config = _QuietConfig(
             self._serve_or_refuse,
             interface="asgi3",
-            http=_QuietProtocol,
+            http=connection.Connection,
             ws="none",
             lifespan="off",
             log_config=None,
             proxy_headers=False,  # or the audit log would believe X-Forwarded-For
             server_header=False,
+            backlog=ACCEPTED_A_TURN,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=HEADER_LIMIT_BYTES,
@@ -116,18 +121,37 @@ class HttpServer:
     def _run(self) -> None:
         try:
             # A loop of our own making: the host may have a policy, and `Server.run` of older uvicorn may set one.
-            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            with asyncio.Runner(loop_factory=paced_event_loop) as runner:
                 runner.run(self._server.serve(sockets=[self._socket]))
         except (Exception, SystemExit):  # noqa: BLE001  the host's process must not see it
             LOGGER.exception("kv_canary: the HTTP server died; the canary and the engine go on without it")
         finally:
             self._socket.close()
+            self._app.shut()
             self._server.settled.set()
+
+    def abandon(self) -> None:
+        """In a forked child, which has none of our threads: lets go of the sockets that it inherited.
+
+        Or the port would stay taken, and connections open, as long as the child lives. The numbers stay taken, by
+        nothing, so that an object that closes its own later closes nobody else's. Whatever is shared with the parent
+        (its epoll, its connections' state) is not touched.
+        """
+        numbers = [self._socket.fileno()]
+        for one in list(self._server.server_state.connections):
+            if (transport := getattr(one, "transport", None)) is not None:
+                numbers.append(transport.get_extra_info("socket").fileno())
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in numbers:
+            if number >= 0:
+                os.dup2(nothing, number, inheritable=False)
+        os.close(nothing)
 
     async def _serve_or_refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         # uvicorn's own `limit_concurrency` answers in plain text.
-        if len(self._server.server_state.connections) > CONNECTION_LIMIT:
-            detail = f"{CONNECTION_LIMIT} connections are open, which is the limit"
+        limit = connection.REQUEST_LIMIT
+        if connection.count_requests(self._server.server_state.connections) > limit:
+            detail = f"{limit} requests are under way, which is the limit"
             await problem(503, detail, headers={"Connection": "close", "Retry-After": "1"})(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -147,6 +171,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)  # asyncio has made it the number that it accepts in one go
         self.settled.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -159,27 +185,11 @@ class _Server(uvicorn.Server):
             cut.cancel()
 
     def _abort_connections(self) -> None:
-        for connection in list(self.server_state.connections):
-            if (transport := getattr(connection, "transport", None)) is not None:
+        for one in list(self.server_state.connections):
+            if (transport := getattr(one, "transport", None)) is not None:
                 transport.abort()
 
 
 class _QuietConfig(uvicorn.Config):
     def configure_logging(self) -> None:
         """Nothing: the loggers of uvicorn in this process are the host's."""
-
-
-class _QuietProtocol(H11Protocol):
-    """Writes no access log, logs under our name, and answers a malformed request with a problem."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.access_log = False
-        self.logger: logging.Logger = LOGGER
-
-    def send_400_response(self, msg: str) -> None:
-        response = problem(400, msg, headers={"Connection": "close"})
-        head = h11.Response(status_code=400, headers=response.raw_headers, reason=b"Bad Request")
-        for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()

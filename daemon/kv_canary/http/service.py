@@ -43,3 +43,7 @@ class Service:
     def stop(self) -> None:
         self._targets.remove()
         self._server.stop()
+
+    def abandon(self) -> None:
+        """In a forked child: the parent goes on to serve, the child holds nothing of it."""
+        self._server.abandon()

@@ -1,12 +1,14 @@
 """Incidents as they appear, as server-sent events.
 
 Runs on the HTTP thread. A stream looks at the snapshot a few times a second, for the canary thread calls nobody. It
-ends when the client goes or when `app.state.stopping` is set.
+ends when the client goes or when `app.state.stopping` is set. In a flood it sends the first incidents of each look, and
+one event that says how many it left out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -30,6 +32,7 @@ class StreamTiming:
 
     poll_seconds: float = 0.25
     heartbeat_seconds: float = 15.0
+    incidents_a_look: int = 16
 
 
 def add_stream_route(app: FastAPI, control: Control, timing: StreamTiming) -> None:
@@ -56,7 +59,10 @@ def add_stream_route(app: FastAPI, control: Control, timing: StreamTiming) -> No
         after: Annotated[str, Query(description="Begin after the incident of this id.")] = "",
         last_event_id: Annotated[str, Header(description="What a reconnecting browser sends; beats `after`.")] = "",
     ) -> StreamingResponse:
-        """New incidents as server-sent events (`event: incident`). An `after` that is not kept brings all that are."""
+        """New incidents as server-sent events (`event: incident`). An `after` that is not kept brings all that are.
+
+        Where there are too many at once, an `event: flood` says how many were left out and after which one.
+        """
         if open_streams >= STREAM_LIMIT:
             raise ProblemError(503, f"{STREAM_LIMIT} streams are open, the limit; poll GET /v1/incidents instead")
         incidents = control.snapshot().incidents
@@ -72,9 +78,14 @@ async def _events(
     yield b"retry: 2000\n\n: connected\n\n"
     last_sent_at = loop.time()
     while not stopping.is_set():
-        for incident in _later_than(control.snapshot(), seen):
+        later = _later_than(control.snapshot(), seen)
+        for incident in later[: timing.incidents_a_look]:
             seen, last_sent_at = incident.id, loop.time()
             yield b"id: %s\nevent: incident\ndata: %s\n\n" % (incident.id.encode(), _INCIDENT.dump_json(incident))
+        if left_out := len(later[timing.incidents_a_look :]):
+            flood = json.dumps({"left_out": left_out, "after": seen}).encode()
+            seen = later[-1].id
+            yield b"id: %s\nevent: flood\ndata: %s\n\n" % (seen.encode(), flood)
         if loop.time() - last_sent_at >= timing.heartbeat_seconds:
             last_sent_at = loop.time()
             yield b": heartbeat\n\n"

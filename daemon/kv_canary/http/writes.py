@@ -6,6 +6,7 @@ write answers with is the one after it.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import fields
 from typing import Annotated, Any
 
@@ -40,8 +41,10 @@ _CHANGES: dict[str, Any] = {
 
 
 def add_write_routes(app: FastAPI, control: Control, timeout_seconds: float) -> None:
+    stopping: asyncio.Event = app.state.stopping
+
     async def carry_out(command: Command) -> Any:
-        return await answer_of(control, command, timeout_seconds, app.state.stopping)
+        return await answer_of(control, command, timeout_seconds, stopping)
 
     @app.put("/v1/canary", responses=writes(), tags=["switches"])
     async def switch_canary(body: EnabledBody) -> CanaryAnswer:

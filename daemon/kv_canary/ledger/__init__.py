@@ -6,6 +6,7 @@ tensors on the pool's device. Both run the same state machine, `transitions.Page
 
 from kv_canary.ledger.base import Ledger, LedgerRow
 from kv_canary.ledger.host import HostLedger
+from kv_canary.ledger.manifest import CopyLayout, Manifest, PageCopy
 from kv_canary.ledger.states import FREE, LOADING, OPEN, SEALED, UNKNOWN, Reason, Violation
 from kv_canary.ledger.tensor import TensorLedger
 from kv_canary.ledger.work import Fence, Work, WorkKind
@@ -16,10 +17,13 @@ __all__ = [
     "OPEN",
     "SEALED",
     "UNKNOWN",
+    "CopyLayout",
     "Fence",
     "HostLedger",
     "Ledger",
     "LedgerRow",
+    "Manifest",
+    "PageCopy",
     "Reason",
     "TensorLedger",
     "Violation",

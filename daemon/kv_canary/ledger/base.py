@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_canary.ledger.columns import PageColumns
+from kv_canary.ledger.manifest import Manifest
 from kv_canary.ledger.states import Violation
 from kv_canary.ledger.work import Fence, Work
 
@@ -107,6 +108,21 @@ class Ledger(Protocol):
 
     def move(self, sources: Any, targets: Any, owner: Any = 0, *, fence: Fence | None = None) -> None: ...
 
+    def load(self, pages: Any, owner: Any = 0) -> None:
+        """A copy from a tier or a peer into the pages, which their owner has allocated, is about to be launched."""
+
+    def export(self, pages: Any, *, fence: Fence | None = None) -> Manifest:
+        """Complete pages are about to be copied to a tier or a peer; what they hold now is written into the manifest.
+
+        A free page is complete as well: it is copied before it is given away again. `fence`: not before it is there.
+        """
+
+    def admit(self, pages: Any, manifest: Manifest, identity: Any = 0, *, fence: Fence | None = None) -> None:
+        """Pages are complete once the copy of the pages of `manifest` into them has run: sealed, and held against it.
+
+        `identity` is what the engine takes them for; without one it is the manifest's.
+        """
+
     def forget(self, pages: Any) -> None:
         """The pages leave this space (their memory is lent to another pool): nothing is known of them any more."""
 
@@ -185,7 +201,14 @@ class WorkQueue:
             return None
 
     def clear(self) -> None:
-        self._work.clear()
+        while (work := self.take()) is not None:
+            abandon(work)
 
     def __len__(self) -> int:
         return len(self._work)
+
+
+def abandon(work: Work) -> None:
+    """Work that nobody will do: who waits for its manifest waits no longer."""
+    if work.kind == "export" and work.manifest is not None:
+        work.manifest.abandon()

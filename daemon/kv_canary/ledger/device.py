@@ -78,6 +78,10 @@ class DevicePageTable(PageTable):
         if not self._launch("reopen", pages):
             super().reopen(pages)
 
+    def load(self, pages: Any, owner: Any) -> None:
+        if not self._launch("load", pages, owner=owner):
+            super().load(pages, owner)
+
     def adopt(self, pages: Any, identity: Any, owner: Any, owners: Any) -> None:
         if not self._launch("adopt", pages, identity=identity, owner=owner, holders=owners):
             super().adopt(pages, identity, owner, owners)
@@ -94,6 +98,10 @@ class DevicePageTable(PageTable):
         if not self._launch("move", targets, sources=sources, owner=owner):
             super().move(sources, targets, owner)
 
+    def hold(self, pages: Any, identity: Any) -> None:
+        if not self._launch("hold", pages, identity=identity):
+            super().hold(pages, identity)
+
     def forget(self, pages: Any) -> None:
         if not self._launch("forget", pages):
             super().forget(pages)
@@ -103,6 +111,9 @@ class DevicePageTable(PageTable):
         if self._left is None:
             return super().left(*(pages.clone() for pages in columns))
         return [(self._left[2 * index], self._left[2 * index + 1]) for index in range(len(columns))]
+
+    def moved(self, targets: Any, sources: Any) -> list[Left]:
+        return super().moved(targets, sources) if self._left is None else self.left(targets, sources)
 
     def _launch(
         self,

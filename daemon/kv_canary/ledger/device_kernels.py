@@ -11,8 +11,8 @@ call is treated as in the reference, where every operation is done for all pages
 3. *write*: the leader alone writes its page, so generations are raised once, and of several identities or owners the
    last one stays.
 
-Where the order of places does not matter: counting (atomic additions commute); `free`, `write` and the marks, which
-write the same at each place. Where it is left open: which of several culprits of one reason is kept for a page.
+Where the order of places does not matter: counting (atomic additions commute); `free` and the marks, which write the
+same at each place. Where it is left open: which of several culprits of one reason is kept for a page.
 
 A state is written before the generation is raised: who reads a raised generation finds no state from before.
 """
@@ -39,8 +39,11 @@ RELEASE_WITHOUT_OWNER = tl.constexpr(int(Reason.RELEASE_WITHOUT_OWNER))
 FREE_TWICE = tl.constexpr(int(Reason.FREE_TWICE))
 FREE_WHILE_OWNED = tl.constexpr(int(Reason.FREE_WHILE_OWNED))
 MOVE_ONTO_USED = tl.constexpr(int(Reason.MOVE_ONTO_USED))
+HELD_BUT_FREE = tl.constexpr(int(Reason.HELD_BUT_FREE))
+HELD_BUT_OPEN = tl.constexpr(int(Reason.HELD_BUT_OPEN))
+HELD_IDENTITY = tl.constexpr(int(Reason.HELD_IDENTITY))
 
-EVENTS = ("allocate", "write", "seal", "claim", "reopen", "adopt", "release", "free", "move", "forget")
+EVENTS = ("allocate", "write", "seal", "claim", "reopen", "load", "adopt", "release", "free", "move", "hold", "forget")
 LEFT_ROWS = {"seal": 2, "claim": 2, "adopt": 2, "free": 2, "move": 6}  # of `left`, see the kernel
 
 
@@ -127,8 +130,8 @@ def transition_kernel(
     Numbers that are no page of this space are left out; their generation is -1.
     """
     places = tl.arange(0, BLOCK)
-    elects: tl.constexpr = EVENT != "write" and EVENT != "free"
-    if EVENT != "write":
+    elects: tl.constexpr = EVENT != "free" and EVENT != "hold"
+    if EVENT != "hold":
         for start in range(0, count, BLOCK):
             page, there = _at(pages, start + places, count, page_total)
             tl.store(marks + page, tl.zeros_like(page).to(tl.int32), mask=there)
@@ -157,12 +160,13 @@ def transition_kernel(
             _flag(reasons, culprits, violations, page, wrong, CLAIMED_NEVER_SEALED, one)
             wrong = there & (tl.load(owners + page, mask=there, other=0) > 1)
             _flag(reasons, culprits, violations, page, wrong, TWO_OWNERS, one)
-        if EVENT == "write":
+        if EVENT == "write" or EVENT == "load":
             _flag(reasons, culprits, violations, page, there & (known == SEALED), WRITE_TO_SEALED, one)
             _flag(reasons, culprits, violations, page, there & (known == FREE), WRITE_TO_FREE, one)
             held = tl.load(owner + page, mask=there, other=0)
             wrong = there & (known == OPEN) & (held != 0) & (held != one) & (one != 0)
             _flag(reasons, culprits, violations, page, wrong, WRITE_TO_FOREIGN, one)
+        if EVENT == "write":
             tl.store(written_step + page, tl.zeros_like(page).to(tl.int32) + step, mask=there)
         if EVENT == "seal":
             _flag(reasons, culprits, violations, page, there & (known == FREE), SEAL_OF_FREE, 0)
@@ -195,7 +199,7 @@ def transition_kernel(
         if EVENT == "reopen":
             _flag(reasons, culprits, violations, page, there & (known == FREE), WRITE_TO_FREE, 0)
         if EVENT == "release":
-            wrong = there & (tl.load(owners + page, mask=there, other=0) < 0)
+            wrong = there & (known != UNKNOWN) & (tl.load(owners + page, mask=there, other=0) < 0)
             _flag(reasons, culprits, violations, page, wrong, RELEASE_WITHOUT_OWNER, one)
         if EVENT == "free":
             twice = there & ((known == FREE) | (tl.load(marks + page, mask=there, other=0) > 1))
@@ -205,6 +209,14 @@ def transition_kernel(
             _flag(reasons, culprits, violations, page, wrong, FREE_WHILE_OWNED, held)
             wrong = there & (tl.load(claim_identity + page, mask=there, other=0) != 0)
             _flag(reasons, culprits, violations, page, wrong, CLAIMED_NEVER_SEALED, 0)
+        if EVENT == "hold":
+            held = tl.load(owner + page, mask=there, other=0)
+            _flag(reasons, culprits, violations, page, there & (known == FREE), HELD_BUT_FREE, held)
+            _flag(reasons, culprits, violations, page, there & (known == OPEN), HELD_BUT_OPEN, held)
+            sealed_as = tl.load(identity + page, mask=there, other=0)
+            told = _each(given_identity, given_identities_each, identity_stride, place, there)
+            wrong = there & (known == SEALED) & (sealed_as != 0) & (told != 0) & (sealed_as != told)
+            _flag(reasons, culprits, violations, page, wrong, HELD_IDENTITY, held)
         if EVENT == "move":
             held = tl.load(owner + page, mask=there, other=0)
             used = (known == SEALED) | (known == FREE) | ((held != 0) & (one != 0) & (held != one))
@@ -212,10 +224,10 @@ def transition_kernel(
             source, whence = _at(sources, place, count, page_total)
             inside = place < count
             tl.store(left + 2 * count + place, tl.load(sources + place, mask=inside, other=0), mask=inside)
-            raised = tl.load(generation + source, mask=whence, other=-1)
-            tl.store(left + 3 * count + place, raised, mask=inside)
             # what travels, from before anything is written: the source may be another's target
             travels = whence & (tl.load(state + source, mask=whence, other=0) == SEALED)
+            raised = tl.load(generation + source, mask=travels, other=-1)
+            tl.store(left + 3 * count + place, raised, mask=inside)
             tl.store(left + 4 * count + place, travels.to(tl.int64), mask=inside)
             carried = tl.load(identity + source, mask=whence, other=0)
             tl.store(left + 5 * count + place, carried, mask=inside)
@@ -237,7 +249,7 @@ def transition_kernel(
             _flag(reasons, culprits, violations, page, wrong, CLAIM_IDENTITY, held)
         tl.debug_barrier()
 
-    if EVENT != "write":
+    if EVENT != "hold":
         for start in range(0, count, BLOCK):
             place = start + places
             page, there = _at(pages, place, count, page_total)
@@ -252,12 +264,15 @@ def transition_kernel(
             if EVENT == "allocate":
                 tl.store(previous_owner + page, held, mask=leads & (held != 0))
                 tl.store(owner + page, one, mask=leads)
+            if EVENT == "write" or EVENT == "load":  # not before every place has been judged by the owner from before
+                opened = tl.load(state + page, mask=leads, other=0) == OPEN
+                tl.store(owner + page, one, mask=leads & opened & (held == 0))
             if EVENT == "free":
                 tl.store(previous_owner + page, held, mask=leads & (held != 0))
             if EVENT == "free" or EVENT == "forget":
                 tl.store(owner + page, none, mask=leads)
                 tl.store(owners + page, zero, mask=leads)
-            if EVENT == "allocate" or EVENT == "reopen" or EVENT == "forget":
+            if EVENT == "allocate" or EVENT == "reopen" or EVENT == "load" or EVENT == "forget":
                 tl.store(identity + page, none, mask=leads)
             if EVENT == "allocate" or EVENT == "free" or EVENT == "forget" or EVENT == "adopt":
                 tl.store(claim_identity + page, none, mask=leads)
@@ -298,13 +313,15 @@ def transition_kernel(
                 entered = none + SEALED
             if EVENT == "allocate" or EVENT == "reopen":
                 entered = none + OPEN
+            if EVENT == "load":
+                entered = none + LOADING
             if EVENT == "free":
                 entered = none + FREE
             if EVENT == "forget":
                 entered = none + UNKNOWN
-            if EVENT != "claim" and EVENT != "release":
+            if EVENT != "write" and EVENT != "claim" and EVENT != "release":
                 tl.store(state + page, entered.to(tl.uint8), mask=enters)
                 tl.store(changed_step + page, zero + step, mask=leads)
-            if EVENT == "allocate" or EVENT == "reopen" or EVENT == "forget":
+            if EVENT == "allocate" or EVENT == "reopen" or EVENT == "load" or EVENT == "forget":
                 tl.debug_barrier()
                 tl.atomic_add(generation + page, leads.to(tl.int64), mask=leads)

@@ -23,9 +23,10 @@ import numpy.typing as npt
 
 from kv_canary.ledger.arrays import HostArrays
 from kv_canary.ledger.base import OwnerNames, PageArray, WorkQueue
+from kv_canary.ledger.manifest import Manifest
 from kv_canary.ledger.reading import TableReader
 from kv_canary.ledger.short import HostPageTable
-from kv_canary.ledger.states import Reason, Violation
+from kv_canary.ledger.states import FREE, SEALED, Reason, Violation
 from kv_canary.ledger.work import Fence, Work
 
 MAXIMUM_PENDING_EVENTS = 200_000
@@ -43,7 +44,12 @@ MAXIMUM_PENDING_EVENTS = 200_000
     _MOVE,
     _FORGET,
     _RESET,
-) = range(12)
+    _LOAD,
+    _EXPORT,
+    _ADMIT,
+) = range(15)
+_LISTED = {_ALLOCATE, _WRITE, _SEAL, _CLAIM, _REOPEN, _RELEASE, _FREE, _FORGET, _LOAD}
+SHORT_LIST = 256  # page numbers: a longer list is dearer to keep than to convert
 
 
 class HostLedger(TableReader):
@@ -57,6 +63,8 @@ class HostLedger(TableReader):
         self.pages = pages
         self._arrays = HostArrays()
         self._live: PageArray = np.zeros(pages, np.int64)
+        items: Any = self._live
+        self._live_items = memoryview(items)  # the same memory, whose items are plain integers
         self._events: deque[tuple[Any, ...]] = deque()
         self._maximum = maximum_pending_events
         self._overrun = False
@@ -69,35 +77,44 @@ class HostLedger(TableReader):
 
     # Engine's thread
 
-    def _record(self, *event: Any) -> None:
+    def _record(self, *event: Any) -> bool:
         if self._overrun or len(self._events) >= self._maximum:
             # Nobody replays: hold no more memory. The live generations still protect every page; what is replayed ends
             # here until a reset, so that no event is judged without the ones before it.
             self._overrun = True
-            return
+            return False
         self._events.append(event)
+        return True
+
+    def _raise(self, pages: list[int] | PageArray) -> None:
+        if isinstance(pages, list):
+            items = self._live_items
+            for page in set(pages):  # an event raises a generation once
+                items[page] += 1
+        else:
+            self._live[pages] += 1
 
     def step(self, number: int | None = None) -> None:
         self._steps = self._steps + 1 if number is None else number
         self._record(_STEP, self._steps)
 
     def allocate(self, pages: Any, owner: Any = 0, *, group: int = 0) -> None:
-        pages = np.array(pages, np.int64)
-        self._live[pages] += 1
+        pages = _numbers(pages)
+        self._raise(pages)
         self._record(_ALLOCATE, pages, _kept(owner), group)
 
     def write(self, pages: Any, owner: Any = 0) -> None:
-        self._record(_WRITE, np.array(pages, np.int64), _kept(owner))
+        self._record(_WRITE, _numbers(pages), _kept(owner))
 
     def seal(self, pages: Any, identity: Any = 0, *, fence: Fence | None = None) -> None:
-        self._record(_SEAL, np.array(pages, np.int64), np.array(identity, np.int64), fence)
+        self._record(_SEAL, _numbers(pages), _numbers(identity), fence)
 
     def claim(self, pages: Any, identity: Any = 0, owner: Any = 0) -> None:
-        self._record(_CLAIM, np.array(pages, np.int64), np.array(identity, np.int64), _kept(owner))
+        self._record(_CLAIM, _numbers(pages), _numbers(identity), _kept(owner))
 
     def reopen(self, pages: Any) -> None:
-        pages = np.array(pages, np.int64)
-        self._live[pages] += 1
+        pages = _numbers(pages)
+        self._raise(pages)
         self._record(_REOPEN, pages)
 
     def adopt(
@@ -121,24 +138,41 @@ class HostLedger(TableReader):
         )
 
     def release(self, pages: Any, owner: Any = 0) -> None:
-        self._record(_RELEASE, np.array(pages, np.int64), _kept(owner))
+        self._record(_RELEASE, _numbers(pages), _kept(owner))
 
     def free(self, pages: Any, *, fence: Fence | None = None) -> None:
-        self._record(_FREE, np.array(pages, np.int64), fence)
+        self._record(_FREE, _numbers(pages), fence)
 
     def move(self, sources: Any, targets: Any, owner: Any = 0, *, fence: Fence | None = None) -> None:
         self._record(_MOVE, np.array(sources, np.int64), np.array(targets, np.int64), _kept(owner), fence)
 
-    def forget(self, pages: Any) -> None:
+    def load(self, pages: Any, owner: Any = 0) -> None:
+        pages = _numbers(pages)
+        self._raise(pages)
+        self._record(_LOAD, pages, _kept(owner))
+
+    def export(self, pages: Any, *, fence: Fence | None = None) -> Manifest:
         pages = np.array(pages, np.int64)
-        self._live[pages] += 1
+        manifest = Manifest(len(pages))
+        if not self._record(_EXPORT, pages, manifest, fence):
+            manifest.abandon()
+        return manifest
+
+    def admit(self, pages: Any, manifest: Manifest, identity: Any = 0, *, fence: Fence | None = None) -> None:
+        told = None if isinstance(identity, int) and not identity else np.array(identity, np.int64)
+        self._record(_ADMIT, np.array(pages, np.int64), manifest, told, fence)
+
+    def forget(self, pages: Any) -> None:
+        pages = _numbers(pages)
+        self._raise(pages)
         self._record(_FORGET, pages)
 
     def reset(self) -> None:
         self._live += 1
-        self._events.clear()
+        # what was not replayed goes with the event that says so: somebody may wait for a manifest in there
+        dropped, self._events = self._events, deque()
         self._overrun = False
-        self._record(_RESET, self._live.copy(), self._steps)
+        self._record(_RESET, self._live.copy(), self._steps, dropped)
 
     # Canary thread
 
@@ -155,21 +189,25 @@ class HostLedger(TableReader):
 
     def _replay(self, event: tuple[Any, ...]) -> None:
         table, kind = self._table, event[0]
+        if kind in _LISTED:  # kept as it was given, to be quick on the engine's thread
+            event = (kind, np.array(event[1], np.int64), *event[2:])
         if kind == _STEP:
             table.step = event[1]
         elif kind == _RESET:
             self._replay_reset(event[1], event[2])
+            _abandon(event[3])
         elif kind == _MOVE:
             _, sources, targets, owner, fence = event
             table.move(sources, targets, self._owner(owner))
+            (targets, generations), (sources, source_generations) = table.moved(targets, sources)
             self._work.append(
                 Work(
                     kind="move",
                     pages=targets,
-                    generations=table.generation[targets],
+                    generations=generations,
                     fence=fence,
                     sources=sources,
-                    source_generations=table.generation[sources],
+                    source_generations=source_generations,
                 )
             )
         elif kind == _ALLOCATE:
@@ -178,10 +216,10 @@ class HostLedger(TableReader):
         elif kind == _WRITE:
             table.write(event[1], self._owner(event[2]))
         elif kind == _SEAL:
-            table.seal(event[1], event[2])
+            table.seal(event[1], np.array(event[2], np.int64))
             self._leave("seal", event[1], event[3])
         elif kind == _CLAIM:
-            table.claim(event[1], event[2], self._owner(event[3]))
+            table.claim(event[1], np.array(event[2], np.int64), self._owner(event[3]))
             self._leave("claim", event[1], None)
         elif kind == _REOPEN:
             table.reopen(event[1])
@@ -196,6 +234,46 @@ class HostLedger(TableReader):
             self._leave("free", event[1], event[2])
         elif kind == _FORGET:
             table.forget(event[1])
+        elif kind == _LOAD:
+            table.load(event[1], self._owner(event[2]))
+        elif kind == _EXPORT:
+            self._replay_export(event[1], event[2], event[3])
+        elif kind == _ADMIT:
+            self._replay_admit(event[1], event[2], event[3], event[4])
+
+    def _replay_export(self, pages: PageArray, manifest: Manifest, fence: Fence | None) -> None:
+        table, state = self._table, self._table.state[pages]
+        complete = (state == SEALED) | (state == FREE)
+        identities = np.where(complete, table.identity[pages], 0)
+        manifest.identify(identities)
+        self._work.append(
+            Work(
+                kind="export",
+                pages=pages,
+                generations=np.where(complete, table.generation[pages], -1),
+                fence=fence,
+                manifest=manifest,
+                identities=identities,
+            )
+        )
+
+    def _replay_admit(self, pages: PageArray, manifest: Manifest, told: Any, fence: Fence | None) -> None:
+        if told is not None and told.size not in (1, len(pages)):
+            told = None
+        identities = manifest.identities if told is None else told
+        if not isinstance(identities, np.ndarray) or identities.size not in (1, len(pages)):
+            identities = np.zeros(1, np.int64)  # it left another ledger a moment ago, or there is nothing to know
+        self._table.seal(pages, np.broadcast_to(identities, pages.shape))
+        self._work.append(
+            Work(
+                kind="admit",
+                pages=pages,
+                generations=self._table.generation[pages],
+                fence=fence,
+                manifest=manifest,
+                identities=told,
+            )
+        )
 
     def _replay_reset(self, generations: PageArray, step: int) -> None:
         for column in self._table.columns:
@@ -282,6 +360,21 @@ class HostLedger(TableReader):
     @property
     def overrun(self) -> bool:
         return self._overrun
+
+
+def _numbers(values: Any) -> Any:
+    """Page numbers or identities as they are now: a list stays one, anything else becomes an array of ours."""
+    if isinstance(values, list) and len(values) <= SHORT_LIST:
+        return list(values)
+    return values if isinstance(values, int) else np.array(values, np.int64)
+
+
+def _abandon(events: deque[tuple[Any, ...]]) -> None:
+    for event in events:
+        if event[0] == _EXPORT:
+            event[2].abandon()
+        elif event[0] == _RESET:
+            _abandon(event[3])
 
 
 def _kept(owner: Any) -> Any:

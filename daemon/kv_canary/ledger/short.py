@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kv_canary.ledger.arrays import Arrays
-from kv_canary.ledger.states import FREE, OPEN, SEALED, Reason
+from kv_canary.ledger.states import FREE, OPEN, SEALED, UNKNOWN, Reason
 from kv_canary.ledger.transitions import Flag, PageTable
 
 SHORT = 64  # pages: from about here on numpy is faster
@@ -62,7 +62,9 @@ class HostPageTable(PageTable):
                 self._flag_page(Reason.WRITE_TO_SEALED, page, one)
             elif state == FREE:
                 self._flag_page(Reason.WRITE_TO_FREE, page, one)
-            elif state == OPEN and held and one and held != one:
+            elif state == OPEN and not held:
+                self._owner[page] = one  # of the first who writes, where the allocator did not know for whom
+            elif state == OPEN and one and held != one:
                 self._flag_page(Reason.WRITE_TO_FOREIGN, page, one)
             self._written_step[page] = self.step
         return None
@@ -89,7 +91,7 @@ class HostPageTable(PageTable):
         for page, one in zip(short, _each(owner, len(short)), strict=True):
             left = self._owners[page] - 1
             self._owners[page] = max(0, left)
-            if left < 0:
+            if left < 0 and self._state[page] != UNKNOWN:
                 self._flag_page(Reason.RELEASE_WITHOUT_OWNER, page, one)
             if left <= 0 or self._owner[page] == one:
                 self._disown_page(page)

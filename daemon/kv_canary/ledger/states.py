@@ -28,6 +28,9 @@ class Reason(IntEnum):
     FREE_TWICE = 12
     FREE_WHILE_OWNED = 13
     MOVE_ONTO_USED = 14
+    HELD_BUT_FREE = 15
+    HELD_BUT_OPEN = 16
+    HELD_IDENTITY = 17
 
     @property
     def check(self) -> Check:
@@ -53,6 +56,9 @@ _MEANING: dict[Reason, tuple[Check, str]] = {
     Reason.FREE_TWICE: ("ownership", "freed although it was free already"),
     Reason.FREE_WHILE_OWNED: ("ownership", "freed although it still had an owner"),
     Reason.MOVE_ONTO_USED: ("ownership", "another page was moved onto it although it was in use"),
+    Reason.HELD_BUT_FREE: ("ownership", "the prefix cache holds it although it is free"),
+    Reason.HELD_BUT_OPEN: ("identity", "the prefix cache holds it although it was never completed"),
+    Reason.HELD_IDENTITY: ("identity", "the prefix cache holds it for other tokens than it was written for"),
 }
 
 

@@ -21,8 +21,9 @@ import torch
 from kv_canary.ledger.arrays import TensorArrays
 from kv_canary.ledger.base import LedgerRow, OwnerNames, PageArray, WorkQueue
 from kv_canary.ledger.columns import PageColumns
+from kv_canary.ledger.manifest import Manifest
 from kv_canary.ledger.reading import TableReader
-from kv_canary.ledger.states import Reason, Violation
+from kv_canary.ledger.states import FREE, SEALED, Reason, Violation
 from kv_canary.ledger.transitions import PageTable
 from kv_canary.ledger.work import Fence, Work
 from kv_canary.streams import lowest_stream, on_stream
@@ -41,9 +42,20 @@ class TensorLedger(TableReader):
     """`Ledger` for device tensors of page numbers, int64 on `device`."""
 
     def __init__(
-        self, name: str, pages: int, device: torch.device, *, kernels: bool | None = None, **options: int
+        self,
+        name: str,
+        pages: int,
+        device: torch.device,
+        *,
+        names: OwnerNames | None = None,
+        padding: int = -1,
+        kernels: bool | None = None,
+        **options: int,
     ) -> None:
-        """`kernels`: whether events are Triton kernels; None: on a CUDA device, if they compile. `options`: theirs."""
+        """`names` are shared with other ledgers of the same requests. `padding` is a page number that stands for none,
+        so that an engine can leave pages out without knowing on the host which: no event means anything there.
+        `kernels`: whether events are Triton kernels; None: on a CUDA device, if they compile. `options`: theirs.
+        """
         self.name = name
         self.pages = pages
         self.device = device
@@ -53,7 +65,8 @@ class TensorLedger(TableReader):
         self._reason = self._arrays.zeros(pages + 1, "int64")
         self._culprit = self._arrays.zeros(pages + 1, "int64")
         self._seen = np.zeros(pages, np.int32)
-        self._names = OwnerNames()
+        self._names = names or OwnerNames()
+        self._padding = padding
         self._work = WorkQueue()
         self._next: Work | None = None  # taken from the queue, and not there yet
         self._stream = lowest_stream(device)  # of the canary thread
@@ -135,7 +148,7 @@ class TensorLedger(TableReader):
     def move(self, sources: Any, targets: Any, owner: Any = 0, *, fence: Fence | None = None) -> None:
         sources, targets = self._arrays.pages(sources), self._arrays.pages(targets)
         self._table.move(sources, targets, self._owner(owner))
-        (targets, generations), (sources, source_generations) = self._table.left(targets, sources)
+        (targets, generations), (sources, source_generations) = self._table.moved(targets, sources)
         self._work.append(
             _DeviceWork(
                 kind="move",
@@ -147,6 +160,65 @@ class TensorLedger(TableReader):
                 written=self._here(),
             )
         )
+
+    def hold(self, pages: Any, identity: Any = 0) -> None:
+        """The engine's prefix cache says that it holds these pages: a look at its tables, no change."""
+        self._table.hold(self._arrays.pages(pages), self._identity(identity))
+
+    def identities(self, pages: torch.Tensor) -> torch.Tensor:
+        """What the pages hold as far as events went, int64 on the device, 0 where it is not known."""
+        identities: torch.Tensor = self._table.identity[pages]
+        return identities
+
+    def load(self, pages: Any, owner: Any = 0) -> None:
+        self._table.load(self._arrays.pages(pages), self._owner(owner))
+
+    def export(self, pages: Any, *, fence: Fence | None = None) -> Manifest:
+        pages, table = self._arrays.pages(pages), self._table
+        there = (pages >= 0) & (pages < self.pages)
+        index = torch.where(there, pages, 0)
+        state = table.state[index]
+        complete = there & ((state == SEALED) | (state == FREE))
+        manifest = Manifest(len(pages))
+        manifest.identify(torch.where(complete, table.identity[index], 0))
+        self._work.append(
+            _DeviceWork(
+                kind="export",
+                pages=index,
+                generations=torch.where(complete, table.generation[index], -1),
+                fence=fence,
+                manifest=manifest,
+                identities=manifest.identities,
+                written=self._here(),
+            )
+        )
+        return manifest
+
+    def admit(self, pages: Any, manifest: Manifest, identity: Any = 0, *, fence: Fence | None = None) -> None:
+        pages = self._arrays.pages(pages)
+        told = None if isinstance(identity, int) and not identity else self._identity(identity)
+        self._table.seal(pages, self._carried(manifest, len(pages)) if told is None else told)
+        ((pages, generations),) = self._table.left(pages)
+        self._work.append(
+            _DeviceWork(
+                kind="admit",
+                pages=pages,
+                generations=generations,
+                fence=fence,
+                manifest=manifest,
+                identities=told.clone() if isinstance(told, torch.Tensor) else told,
+                written=self._here(),
+            )
+        )
+
+    def _carried(self, manifest: Manifest, count: int) -> Any:
+        """What the manifest's pages held, as far as that is known here without waiting."""
+        identities = manifest.identities
+        if identities is None or len(identities) != count:
+            return 0
+        if isinstance(identities, torch.Tensor) and identities.device != self.device:
+            return 0
+        return self._identity(identities)
 
     def forget(self, pages: Any) -> None:
         self._table.forget(self._arrays.pages(pages))
@@ -203,10 +275,14 @@ class TensorLedger(TableReader):
         with self._looking():
             pages, sources = _host(work.pages), _host(work.sources)
             generations, source_generations = _host(work.generations), _host(work.source_generations)
+            identities = _host(work.identities) if isinstance(work.identities, torch.Tensor) else work.identities
         if len(pages):
             numbers = pages if sources is None else np.stack([pages, sources])
-            known = ((numbers >= 0) & (numbers < self.pages)).reshape(-1, len(pages)).all(axis=0)
-            if not known.all():  # padding of an engine's page table: no page, so nothing to do
+            there = (numbers >= 0) & (numbers < self.pages) & (numbers != self._padding)
+            known = there.reshape(-1, len(pages)).all(axis=0)
+            if work.manifest is not None:  # its rows stay in their places
+                pages, generations = np.where(known, pages, 0), np.where(known, generations, -1)
+            elif not known.all():  # padding of an engine's page table: no page, so nothing to do
                 pages, generations = pages[known], generations[known]
                 if sources is not None:
                     sources, source_generations = sources[known], source_generations[known]
@@ -217,6 +293,8 @@ class TensorLedger(TableReader):
             fence=work.fence,
             sources=sources,
             source_generations=source_generations,
+            manifest=work.manifest,
+            identities=identities,
         )
 
     def take_violations(self) -> list[Violation]:
@@ -224,6 +302,7 @@ class TensorLedger(TableReader):
             counts = _host(self._violations).copy()
             pages = np.flatnonzero(counts != self._seen)
             self._seen = counts
+            pages = pages[pages != self._padding]
             table = self._table
             return [
                 Violation(

@@ -35,6 +35,7 @@ class PageTable:
         self.written_step = arrays.zeros(pages, "int32")
         self.changed_step = arrays.zeros(pages, "int32")  # of the last change of state
         self._marks = arrays.zeros(pages, "int32")
+        self._travels: Any = None  # of the last move
         self.step = 1
         self.claims_not_covered = arrays.zeros(1, "int64")
 
@@ -65,12 +66,7 @@ class PageTable:
         self._enter(pages, OPEN)
 
     def write(self, pages: Any, owner: Any) -> None:
-        state = self.state[pages]
-        self._flag(Reason.WRITE_TO_SEALED, pages, state == SEALED, owner)
-        self._flag(Reason.WRITE_TO_FREE, pages, state == FREE, owner)
-        held = self.owner[pages]
-        foreign = (state == OPEN) & (held != 0) & (held != owner) & (owner != 0)
-        self._flag(Reason.WRITE_TO_FOREIGN, pages, foreign, owner)
+        self._judge_write(pages, owner)
         self.written_step[pages] = self.step
 
     def seal(self, pages: Any, identity: Any) -> None:
@@ -106,6 +102,12 @@ class PageTable:
         self.identity[pages] = 0
         self._enter(pages, OPEN)
 
+    def load(self, pages: Any, owner: Any) -> None:
+        self.generation[pages] += 1
+        self._judge_write(pages, owner)
+        self.identity[pages] = 0
+        self._enter(pages, LOADING)
+
     def adopt(self, pages: Any, identity: Any, owner: Any, owners: Any) -> None:
         self.identity[pages] = identity
         self.claim_identity[pages] = 0
@@ -117,7 +119,8 @@ class PageTable:
         self.arrays.add_at(self.owners, pages, -1)
         left = self.owners[pages]
         self.owners[pages] = self.arrays.where(left < 0, 0 * left, left)
-        self._flag(Reason.RELEASE_WITHOUT_OWNER, pages, left < 0, owner)
+        # nobody knows who held a page that nothing is known of
+        self._flag(Reason.RELEASE_WITHOUT_OWNER, pages, (left < 0) & (self.state[pages] != UNKNOWN), owner)
         # the one we know by name may leave while others stay: then we know of none by name
         self._disown(pages, (left <= 0) | (self.owner[pages] == owner))
 
@@ -136,11 +139,18 @@ class PageTable:
         state, held = self.state[targets], self.owner[targets]
         used = (state == SEALED) | (state == FREE) | ((held != 0) & (owner != 0) & (held != owner))
         self._flag(Reason.MOVE_ONTO_USED, targets, used, owner)
-        travels = self.state[sources] == SEALED
+        travels = self._travels = self.state[sources] == SEALED
         self._judge_claims(targets, self.identity[sources], travels)
         self.identity[targets] = self.arrays.where(travels, self.identity[sources], self.identity[targets])
         self.state[targets] = self.arrays.where(travels, self._constant(SEALED), state)
         self.changed_step[targets] = self.step
+
+    def hold(self, pages: Any, identity: Any) -> None:
+        state, known = self.state[pages], self.identity[pages]
+        self._flag(Reason.HELD_BUT_FREE, pages, state == FREE, 0)
+        self._flag(Reason.HELD_BUT_OPEN, pages, state == OPEN, self.owner[pages])
+        differs = (state == SEALED) & (known != 0) & (identity != 0) & (known != identity)
+        self._flag(Reason.HELD_IDENTITY, pages, differs, self.owner[pages])
 
     def forget(self, pages: Any) -> None:
         self.generation[pages] += 1
@@ -153,6 +163,24 @@ class PageTable:
     def left(self, *columns: Any) -> list[Left]:
         """For each column of pages of the event applied last, what its work is about."""
         return [(pages, self.generation[pages]) for pages in columns]
+
+    def moved(self, targets: Any, sources: Any) -> list[Left]:
+        """The same of a move: targets, then sources; one that was not sealed has nothing to hand on, and no generation.
+
+        When the work is done it may be sealed, as another page: its reader went on to write the copy.
+        """
+        (targets, reached), (sources, held) = self.left(targets, sources)
+        return [(targets, reached), (sources, self.arrays.where(self._travels, held, 0 * held - 1))]
+
+    def _judge_write(self, pages: Any, owner: Any) -> None:
+        state, held = self.state[pages], self.owner[pages]
+        self._flag(Reason.WRITE_TO_SEALED, pages, state == SEALED, owner)
+        self._flag(Reason.WRITE_TO_FREE, pages, state == FREE, owner)
+        opened = state == OPEN
+        foreign = opened & (held != 0) & (held != owner) & (owner != 0)
+        self._flag(Reason.WRITE_TO_FOREIGN, pages, foreign, owner)
+        # an allocator that does not know for whom leaves the name to the first who writes
+        self.owner[pages] = self.arrays.where(opened & (held == 0), owner + 0 * held, held)
 
     def _enter(self, pages: Any, state: int) -> None:
         self.state[pages] = state

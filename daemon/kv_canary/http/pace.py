@@ -1,0 +1,58 @@
+"""How much of a processor the HTTP thread may take from the engine, whatever clients do. Used on the HTTP thread.
+
+The engine's thread and ours share the interpreter's lock, so a client that asks without a pause would slow down every
+step. The event loop therefore has a budget of processor time: a stock that ordinary scraping and a person at the status
+page never use up, and beyond it a share. A loop that has spent more sleeps, without the lock, before it looks at its
+sockets again; requests wait meanwhile, in the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from collections.abc import Callable
+
+SHARE = 0.1
+STOCK_SECONDS = 0.25
+LONGEST_SLEEP_SECONDS = 0.5  # the server must hear of its end
+
+
+class Pace:
+    """A token bucket in processor seconds. It may go below zero: what a turn of the loop costs is known after it."""
+
+    def __init__(self, *, share: float, stock_seconds: float, now: float, spent: float) -> None:
+        self._share, self._capacity = share, stock_seconds
+        self._stock, self._now, self._spent = stock_seconds, now, spent
+
+    def sleep_seconds(self, now: float, spent: float) -> float:
+        """How long to do nothing. `spent` is all processor time of the thread so far."""
+        self._stock = min(self._capacity, self._stock + (now - self._now) * self._share) - (spent - self._spent)
+        self._now, self._spent = now, spent
+        return min(LONGEST_SLEEP_SECONDS, max(0.0, -self._stock / self._share))
+
+
+class PacedSelector(selectors.DefaultSelector):
+    """Every turn of the event loop comes by here."""
+
+    def __init__(
+        self,
+        pace: Pace | None = None,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__()
+        self._sleep = sleep
+        self._pace = pace or Pace(
+            share=SHARE, stock_seconds=STOCK_SECONDS, now=time.monotonic(), spent=time.thread_time()
+        )
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if (seconds := self._pace.sleep_seconds(time.monotonic(), time.thread_time())) > 0:
+            self._sleep(seconds)
+        return super().select(timeout)
+
+
+def paced_event_loop() -> asyncio.AbstractEventLoop:
+    """To be called on the thread that will run it."""
+    return asyncio.SelectorEventLoop(PacedSelector())
