@@ -2,7 +2,7 @@
 
 Used by the canary thread alone. Pages that went bad together are one incident (`merging`), counters count pages. A
 flood of incidents is bounded: the ring keeps the newest, the log gets some lines and then one that sums up, and beyond
-those lines nobody looks for causes any more, so that the thread goes on to read.
+those lines fewer and fewer causes are looked for, so that the thread goes on to read.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ logger = logging.getLogger("kv_canary")
 
 _REMEMBERED_VIOLATIONS = 4096
 LISTED_NEIGHBOURS = 256
+LOOKS = 200  # for causes, in ten seconds: a look takes a millisecond or less
 
 
 class Reporter:
@@ -50,6 +51,7 @@ class Reporter:
         self._violations: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._merger = Merger()
         self._lines = LineLimit()
+        self._looks = LineLimit(lines=LOOKS)
 
     def tick(self) -> None:
         """Now and then: says what the log was spared, and has the file hear of pages that joined their incidents."""
@@ -75,7 +77,9 @@ class Reporter:
         return True
 
     def _cause(self, guard: GroupGuard, finding: Finding) -> Cause:
-        if self._lines.held_back:
+        now = self._monotonic()
+        self._looks.due(now)
+        if not self._looks.allows(now):
             return UNKNOWN
         others = [other.verifier for other in self._guards if other.active]
         row, step = guard.ledger.row(finding.page), guard.ledger.engine_step

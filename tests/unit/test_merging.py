@@ -11,6 +11,7 @@ import pytest
 
 from builders.harness import Harness
 from kv_canary import Settings
+from kv_canary.cause import UNKNOWN
 from kv_canary.gate import EngineGate
 from kv_canary.guard import Space
 from kv_canary.incidents import IncidentLog
@@ -182,6 +183,21 @@ def test_a_flood_gets_some_lines_and_then_one_that_sums_up(caplog: pytest.LogCap
     assert "more wrong pages that got no line of their own" in caplog.messages[-1]
     assert "11 more wrong pages" in caplog.messages[-1]
     assert desk.counted == 16
+
+
+def test_in_a_flood_only_so_many_causes_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk()
+    desk.reporter._looks = LineLimit(lines=3)
+    looked: list[int] = []
+    monkeypatch.setattr(
+        "kv_canary.reporter.guess_cause", lambda finding, *_, **__: looked.append(finding.page) or UNKNOWN
+    )
+    desk.found(*range(0, 20, 2))
+    assert len(looked) == 3
+    desk.harness.clock.now += 11
+    desk.found(21)
+    assert looked[3:] == [21]
+    assert desk.counted == 11
 
 
 def test_a_line_limit_opens_again_after_its_stretch() -> None:

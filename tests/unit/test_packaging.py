@@ -91,6 +91,7 @@ def test_the_wheel_names_its_commands_its_demo_and_its_licence(wheel: Path) -> N
         },
         "kv_canary.demo": {"transformers": "kv_canary_transformers.demo:main"},
         "kv_canary.faults": {"transformers": "kv_canary_transformers.faults:run"},
+        "sglang.srt.plugins": {"kv_canary": "kv_canary_sglang.plugin:register"},
         "vllm.general_plugins": {"kv_canary": "kv_canary_vllm.plugin:register"},
     }
     assert (metadata["Name"], metadata["Version"]) == ("kv-canary", __version__)

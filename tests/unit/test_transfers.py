@@ -390,16 +390,16 @@ def test_settled_means_that_nothing_is_left_however_long_it_takes(monkeypatch: p
 
     class Hurried(ManualClock):
         def monotonic(self) -> float:
-            self.now += 0.003
+            self.now += 0.004
             return self.now
 
     shop = Shop(clock=Hurried())
     monkeypatch.setattr("kv_canary.worker.SpaceWorker._pages_a_launch", lambda self: 1)
     manifests = []
-    for page in range(1, 13):
-        shop.ledger.allocate([page], "a")
-        shop.ledger.seal([page], page)
-        manifests.append(shop.ledger.export([page]))
+    for page in range(1, 13, 2):
+        shop.ledger.allocate([page, page + 1], "a")
+        shop.ledger.seal([page, page + 1], page)
+        manifests.append(shop.ledger.export([page, page + 1]))
     shop.settle()
     assert not any(manifest.pending for manifest in manifests)
     assert all(shop.verifier.is_valid(page) for page in range(1, 13))
