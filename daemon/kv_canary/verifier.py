@@ -65,7 +65,7 @@ class Verifier:
         self._sealed_generation = np.full(group.pages, NEVER, np.int64)
         self._ranges = table.ranges(ledger.columns)  # holds the same generations, on the device
         self._good_at = np.zeros(group.pages, np.float64)
-        self._reported: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._reported: dict[int, tuple[tuple[int, tuple[int, ...]], float]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -297,12 +297,15 @@ class Verifier:
         return findings
 
     def is_news(self, finding: Finding) -> bool:
-        """False when exactly this difference of this page has been reported before; remembers it otherwise."""
+        """False when exactly this difference of this page has been reported, and the page was not seen good since;
+        remembers it otherwise.
+        """
         seen = (finding.generation, (*finding.stripes, *finding.found))
         if finding.persistence != "transient":
-            if self._reported.get(finding.page) == seen:
+            before, when = self._reported.get(finding.page, (None, 0.0))
+            if before == seen and (finding.last_good or 0.0) <= when:
                 return False
-            self._reported[finding.page] = seen
+            self._reported[finding.page] = seen, self._monotonic()
         return True
 
     def tamper(self, page: int, stripe: int, mask: int) -> int:

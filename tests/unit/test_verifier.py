@@ -210,6 +210,21 @@ def test_the_same_difference_is_news_once() -> None:
     assert harness.verifier.is_news(third)
 
 
+def test_the_same_difference_is_news_again_once_the_page_was_seen_good() -> None:
+    harness = Harness()
+    harness.sealed(4)
+    found = []
+    for _ in range(2):
+        harness.clock.now += 1
+        harness.flip(4)
+        found += harness.sweep()
+        assert harness.verifier.is_news(found[-1])
+        harness.clock.now += 1
+        harness.flip(4)
+        assert harness.sweep() == []
+    assert found[0].found == found[1].found
+
+
 def test_last_good_is_the_time_of_the_last_clean_reading() -> None:
     harness = Harness()
     harness.sealed(4)
