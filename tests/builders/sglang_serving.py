@@ -83,7 +83,7 @@ class Server:
             body = {
                 "input_ids": turn,
                 "sampling_params": sampling,
-                "session_params": {"id": session, "rid": last, "offset": -1, "replace": True},
+                "session_params": {"id": session, "rid": last},
             }
             answer = httpx.post(f"{self.url}/generate", json=body, timeout=120)
             answer.raise_for_status()

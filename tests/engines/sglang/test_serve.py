@@ -55,9 +55,13 @@ def under_traffic(
             server.all(traffic(16, seed))
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(server.abandon, traffic(4, 7)))
-            list(pool.map(server.converse, [traffic(3, 20 + seed) for seed in range(4)]))
+            list(pool.map(server.converse, [_turns(20 + seed) for seed in range(4)]))
         server.all(traffic(12, 8))
         yield form.page, server
+
+
+def _turns(seed: int) -> list[list[int]]:
+    return [prompt[:40] for prompt in traffic(3, seed)]
 
 
 @every_form
