@@ -35,7 +35,7 @@ from kv_canary.fingerprint.backends import open_table
 ROW_FIELDS = {
     *("preset", "backend", "device", "threads", "pages", "bytes_per_page", "run_bytes", "stripes", "pool_bytes"),
     *("launch_pages", "gbps", "whole_gbps", "seal_gbps", "ceiling_gbps", "ceiling", "ratio", "whole_ratio"),
-    *("xxh3_gbps", "fingerprint_bytes", "ledger_bytes", "memory_ratio", "repeats", "spread"),
+    *("xxh3_gbps", "sglang_reference_gbps", "fingerprint_bytes", "ledger_bytes", "memory_ratio", "repeats", "spread"),
 }
 
 

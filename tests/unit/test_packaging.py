@@ -89,6 +89,7 @@ def test_the_wheel_names_its_commands_its_demo_and_its_licence(wheel: Path) -> N
             "transformers": "kv_canary_transformers.bench:measure",
             "vllm": "kv_canary_vllm.bench:measure",
         },
+        "kv_canary.bench.peers": {"sglang_reference": "kv_canary_sglang.bench:reference"},
         "kv_canary.demo": {"transformers": "kv_canary_transformers.demo:main"},
         "kv_canary.faults": {"transformers": "kv_canary_transformers.faults:run"},
         "sglang.srt.plugins": {"kv_canary": "kv_canary_sglang.plugin:register"},

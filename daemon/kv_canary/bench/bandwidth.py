@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from time import monotonic, perf_counter
 from typing import Any
@@ -45,6 +45,7 @@ class BandwidthRow:
     ratio: float  # gbps over ceiling_gbps
     whole_ratio: float
     xxh3_gbps: float | None
+    sglang_reference_gbps: float | None
     fingerprint_bytes: int
     ledger_bytes: int
     memory_ratio: float  # fingerprints, baseline and ledger over the pool
@@ -108,13 +109,18 @@ def measure_bandwidth(
         ceiling=best,
         ratio=median(rates["verify"]) / ceiling,
         whole_ratio=median(rates["whole"]) / ceiling,
-        xxh3_gbps=median(rates["xxh3"]) / GB if "xxh3" in rates else None,
+        xxh3_gbps=_rate(rates, "xxh3"),
+        sglang_reference_gbps=_rate(rates, "sglang_reference"),
         fingerprint_bytes=fingerprint_bytes,
         ledger_bytes=ledger_bytes,
         memory_ratio=(fingerprint_bytes + ledger_bytes) / pool_bytes,
         repeats=repeats,
         spread=spread(paired(rates["verify"], rates[best])),
     )
+
+
+def _rate(rates: Mapping[str, Sequence[float]], name: str) -> float | None:
+    return median(rates[name]) / GB if name in rates else None
 
 
 def read_rate(table: FingerprintTable, group: CanaryGroup, *, sample_bytes: int = 256 << 20) -> float:

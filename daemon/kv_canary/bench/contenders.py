@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import entry_points
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from kv_canary.errors import KVCanaryError
 from kv_canary.fingerprint.table import FingerprintTable, PageArray
 from kv_canary.geometry import CanaryGroup
 
+PEERS = "kv_canary.bench.peers"
 PEER_BYTES = 256 << 20  # of the pool; a peer that is called from Python once a piece takes its time
 
 
@@ -66,17 +69,33 @@ def ceilings(memory: torch.Tensor) -> dict[str, Contender]:
 
 
 def peers(group: CanaryGroup) -> dict[str, Contender]:
-    """Other checksums on the CPU, those that are installed: XXH3-64 over every contiguous piece of a page."""
+    """Other checksums on the CPU, those that are installed: XXH3-64 over every contiguous piece of a page, and what
+    adapters bring from their engines.
+
+    An entry point of the group `kv_canary.bench.peers` is a function `peer(pieces) -> contender`, where `pieces` are
+    views of contiguous bytes; it raises `ImportError` where its engine is not installed.
+    """
     if group.device.type != "cpu":
         return {}
+    found = _xxh3(group)
+    pieces = [_view(address, size) for address, size in page_pieces(group, range(1))]
+    for point in entry_points(group=PEERS):
+        with suppress(ImportError):
+            found[point.name] = point.load()(pieces)
+    return found
+
+
+def _view(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * size).from_address(address))
+
+
+def _xxh3(group: CanaryGroup) -> dict[str, Contender]:
     try:
         from xxhash import xxh3_64_intdigest
     except ImportError:
         return {}
     count = max(1, min(group.pages, PEER_BYTES // group.bytes_per_page))
-    views = [
-        memoryview((ctypes.c_ubyte * size).from_address(address)) for address, size in page_pieces(group, range(count))
-    ]
+    views = [_view(address, size) for address, size in page_pieces(group, range(count))]
 
     def xxh3() -> int:
         for view in views:

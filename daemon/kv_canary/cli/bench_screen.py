@@ -37,7 +37,7 @@ def _machine(machine: Document) -> list[str]:
 
 
 def _bandwidth(rows: list[Document], style: Style) -> list[str]:
-    headers = ("preset", "backend", "verify", "whole", "seal", "ceiling", "ratio", "xxh3", "memory", "noise")
+    headers = ("preset", "backend", "verify", "whole", "seal", "ceiling", "ratio", "xxh3", "sglang", "memory", "noise")
     cells = [
         (
             row["preset"],
@@ -48,6 +48,7 @@ def _bandwidth(rows: list[Document], style: Style) -> list[str]:
             _number(row["ceiling_gbps"]),
             f"{row['ratio']:.2f}",
             _number(row["xxh3_gbps"]),
+            _number(row["sglang_reference_gbps"]),
             f"{row['memory_ratio']:.3%}",
             f"{row['spread']:.0%}",
         )
@@ -55,10 +56,11 @@ def _bandwidth(rows: list[Document], style: Style) -> list[str]:
     ]
     caption = (
         "GB/s. verify and seal in launches of a millisecond or two, as the scrubber makes them; whole: verify, the "
-        "pool in one call; ceiling: the memory's own limit in the same run; ratio: verify over ceiling; memory: "
+        "pool in one call; ceiling: the memory's own limit in the same run; ratio: verify over ceiling; xxh3 and "
+        "sglang: XXH3, and the reference in Python of SGLang's in-tree canary, where they are installed; memory: "
         "fingerprints and ledger over the pool; noise: distance of the quartiles of the rounds' ratios"
     )
-    return [*table(headers, cells, style, right=range(2, 10)), *paragraph(caption)]
+    return [*table(headers, cells, style, right=range(2, 11)), *paragraph(caption)]
 
 
 def _hooks(rows: list[Document], style: Style) -> list[str]:
