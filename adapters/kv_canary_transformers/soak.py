@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from kv_canary.faults.soak import Spoiled, main
+from kv_canary.faults.soak import main
+from kv_canary.faults.soaked import Spoiled
 from kv_canary.settings import Budget, Settings
 from kv_canary.sidecar import Sidecar
 from kv_canary_transformers.demo.engine import build_model

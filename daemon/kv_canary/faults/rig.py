@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 from kv_canary.faults.engine import ReferenceEngine, Request
 from kv_canary.faults.pool import PAGE_BYTES, PAGE_TOKENS
-from kv_canary.faults.soak import Spoiled
+from kv_canary.faults.soaked import Spoiled
 from kv_canary.settings import Budget, Settings
 from kv_canary.sidecar import Sidecar
 

@@ -15,49 +15,20 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from kv_canary.commands import SetEnabled
-from kv_canary.sidecar import Sidecar
-from kv_canary.snapshot import Check, Snapshot
+from kv_canary.faults.soaked import Rig
+from kv_canary.snapshot import Snapshot
 
 FAULT_SECONDS = 2.0
 TOGGLE_SECONDS = 30.0
 DETECTION_SECONDS = 30.0
 WARM_SHARE = 0.2  # of the time: memory is measured from here on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spoiled:
-    """A page that was changed behind the engine's back. `mend` puts it back as it was."""
-
-    page: int
-    check: Check
-    mend: Callable[[], None]
-
-
-class Rig(Protocol):
-    """An engine that is under pressure, in threads of its own, and its sidecar."""
-
-    name: str
-    sidecar: Sidecar
-
-    def paused(self) -> AbstractContextManager[object]:
-        """Between two steps; the sidecar goes on."""
-
-    def spoil(self, choose: random.Random) -> Spoiled | None:
-        """Changes a page that has a fingerprint; None if there is none now. Inside `paused`, settled."""
-
-    def work_done(self) -> dict[str, int]:
-        """What the engine has got done, for people."""
-
-    def stop(self) -> None:
-        """Ends the engine's thread; raises what it died of."""
 
 
 @dataclass(slots=True)
