@@ -47,7 +47,7 @@ def test_an_engine_that_does_not_obey_fails_it() -> None:
 
     def rude(**options: int) -> None:
         step(**options)
-        if rig.engine.gate.steps % 10 == 0 and rig.engine.gate.recording:
+        if rig.engine.gate.steps % 10 == 0 and rig.engine.gate.recording and rig.engine.free:
             rig.sidecar.settle()
             rig.engine.pool.bytes[rig.engine.free[0]] ^= 0x55
 
