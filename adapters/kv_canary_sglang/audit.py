@@ -7,6 +7,7 @@ the tree, so the next one waits a thousand times as long as the last one took.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from kv_canary_sglang.allocators import AllocatorSpace
 from kv_canary_sglang.order import EventOrder
 from kv_canary_sglang.window import WindowMap
+
+logger = logging.getLogger("kv_canary")
 
 INTERVAL_SECONDS = 10.0
 SHARE = 1e-3  # of the scheduler's time
@@ -41,6 +44,7 @@ class TreeAudit:
         self._monotonic = monotonic
         self._next = monotonic() + INTERVAL_SECONDS
         self.walks = 0
+        self._said = False
 
     @property
     def refusal(self) -> str | None:
@@ -55,7 +59,10 @@ class TreeAudit:
             self._next = self._monotonic() + max(INTERVAL_SECONDS, (self._monotonic() - now) / SHARE)
 
     def run(self) -> None:
-        if self.refusal is not None or self._tree.full_evictable_size() > LARGEST_TREE:
+        if (reason := self.refusal or self._too_large()) is not None:
+            if not self._said:
+                self._said = True
+                logger.warning("%s; pages are guarded all the same", reason)
             return
         self.walks += 1
         slots = self.slots()
@@ -70,6 +77,12 @@ class TreeAudit:
             space = self._window.space
             last = (resident + 1) % self._full.page_size == 0  # each page once
             space.ledger.hold(torch.where(last, space.pages_of(window_slots), 0), torch.where(last, known, 0))
+
+    def _too_large(self) -> str | None:
+        held = int(self._tree.full_evictable_size())
+        if held > LARGEST_TREE:
+            return f"the prefix cache holds {held} slots, and one of more than {LARGEST_TREE} is not audited"
+        return None
 
     def slots(self, *, window: bool = False) -> torch.Tensor:
         """Full slots that the tree holds, on the device; `window`: only those whose window is resident."""

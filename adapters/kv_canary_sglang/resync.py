@@ -3,7 +3,8 @@
 Runs on the scheduler's thread between two steps. What the tree holds, and what running requests have written in whole
 pages, is complete behind the step in flight; a page that a request is still writing is open; the free list is free.
 Of what is none of these nothing is known, and nothing is claimed of it. Which tokens the pages hold is not known
-either: prefix hits on them are counted as not covered until they are written anew.
+either: prefix hits on them are counted as not covered until they are written anew. Unlike a step this waits for the
+device: it happens at the start and when a person switches the canary on.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 
 from kv_canary.errors import UnsupportedEngineError
 from kv_canary.hooks import expect_method
+from kv_canary_sglang.modes import inner_allocators
 
 logger = logging.getLogger("kv_canary")
 
@@ -44,12 +45,9 @@ def check_targets(scheduler: Any) -> None:
     rows, tree = scheduler.req_to_token_pool, scheduler.tree_cache
     expect_method(scheduler, "get_next_batch_to_run", ())
     expect_method(runner, "forward", ("forward_batch",))
-    expect_method(allocator, "alloc", ("need_size",))
-    expect_method(allocator, "free", ("free_index",))
-    expect_method(allocator, "clear", ())
-    if allocator.page_size > 1:
-        expect_method(allocator, "alloc_extend", ("prefix_lens", "prefix_lens_cpu", "seq_lens", "seq_lens_cpu"))
-        expect_method(allocator, "alloc_decode", ("seq_lens", "seq_lens_cpu", "last_loc"))
+    for one in inner_allocators(allocator):
+        if one is not None:
+            _check_allocator(one)
     expect_method(rows, "alloc", ("reqs",))
     expect_method(rows, "free_rows", ("indices",))
     expect_method(rows, "clear", ())
@@ -64,6 +62,16 @@ def check_targets(scheduler: Any) -> None:
     ):
         if not hasattr(owner, name):
             raise UnsupportedEngineError(f"{type(owner).__qualname__} has no {name}")
+
+
+def _check_allocator(allocator: Any) -> None:
+    expect_method(allocator, "alloc", ("need_size",))
+    expect_method(allocator, "free", ("free_index",))
+    expect_method(allocator, "clear", ())
+    if allocator.page_size > 1:
+        expect_method(allocator, "alloc_extend", ("prefix_lens", "prefix_lens_cpu", "seq_lens", "seq_lens_cpu"))
+        expect_method(allocator, "alloc_decode", ("seq_lens", "seq_lens_cpu", "last_loc"))
+        expect_method(allocator, "_release_page_ids", ("page_ids",))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
