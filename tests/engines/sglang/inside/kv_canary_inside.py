@@ -312,4 +312,5 @@ def do_mend(owner: str, name: str) -> None:
 def do_loaded() -> list[str]:
     import sys
 
-    return sorted(name for name in sys.modules if name.startswith("kv_canary") and name != "kv_canary_inside")
+    of_tests = {"kv_canary_inside", "kv_canary_cpu_stubs"}  # this plugin, and what make_env.sh puts into every process
+    return sorted(name for name in sys.modules.keys() - of_tests if name.startswith("kv_canary"))
