@@ -101,9 +101,11 @@ class EngineGate:
         with self._lock:
             self.recording = False
             self.epoch += 1
-            if self._failure is None:
+            first = self._failure is None
+            if first:
                 self._failure = (component, f"{type(error).__name__}: {error}")
-                logger.error("canary hook %s failed; this engine is no longer guarded", component, exc_info=error)
+        if first:  # without the lock: what the host's log handlers do may take any time
+            logger.error("canary hook %s failed; this engine is no longer guarded", component, exc_info=error)
 
     def reacted(self, incident: str, done: str) -> None:
         """What came of a quarantine that somebody else carried out. Any thread."""

@@ -66,6 +66,7 @@ def _bandwidth(axes: Any, rows: list[Document]) -> None:
                 row["preset"], (row["run_bytes"], row["gbps"]), xytext=(4, -11), textcoords="offset points", fontsize=7
             )
     axes.set_xscale("log", base=2)
+    axes.set_xlim(right=max(row["run_bytes"] for row in rows) * 3)  # room for the last name
     axes.set_ylim(bottom=0)
     axes.set_xlabel("contiguous bytes of a page in one tensor")
     axes.set_ylabel("GB/s")

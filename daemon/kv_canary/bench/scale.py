@@ -14,7 +14,7 @@ from kv_canary.bench.memory import free_bytes, random_memory
 from kv_canary.bench.presets import Preset
 from kv_canary.settings import Settings
 
-CPU_SIZES_GB = (1, 2, 4, 8)
+CPU_SIZES_GB = (1, 2, 4, 8, 16)
 CUDA_SIZES_GB = (1, 4, 16, 64, 100)
 SEQUENCES = 64
 HOOK_STEPS = 400

@@ -75,7 +75,7 @@ def _grammar() -> argparse.ArgumentParser:
         "--repeat", type=_count(_MAXIMUM_REPEATS), metavar="N", help="rounds (bandwidth 15, scale 3, engine 12)"
     )
     parser.add_argument("--hooks", action="store_true", help="microseconds a step on the engine's thread")
-    parser.add_argument("--scale", action="store_true", help="pools from 1 to 8 GB (on a GPU to 100 GB)")
+    parser.add_argument("--scale", action="store_true", help="pools from 1 to 16 GB (on a GPU to 100 GB)")
     parser.add_argument("--engine", metavar="NAME", help="tokens a second, canary off and on: transformers, vllm")
     parser.add_argument(
         "--budget", action="append", metavar="B", help="with --engine: this read budget (may be repeated; 1%%)"
