@@ -13,7 +13,8 @@ need amtool prometheus-alertmanager
 need chromium chromium
 if ! docker version >/dev/null 2>&1; then
     need docker docker.io
-    for program in podman buildah runc debootstrap netavark aardvark-dns; do need "$program" "$program"; done
+    # netavark calls iptables and names it nowhere
+    for program in podman buildah runc debootstrap netavark aardvark-dns iptables; do need "$program" "$program"; done
 fi
 docker compose version >/dev/null 2>&1 || need docker-compose docker-compose
 
