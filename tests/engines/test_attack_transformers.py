@@ -164,7 +164,7 @@ class Fuzzing:
     def __call__(self, seed: int, done: threading.Event) -> None:
         def stretch() -> None:
             try:
-                self.results.append(fuzz(self._url, self._folder, seed=seed, examples=100, phases="fuzzing"))
+                self.results.append(fuzz(self._url, self._folder, seed=seed, examples=25, phases="fuzzing"))
             finally:
                 done.set()
 

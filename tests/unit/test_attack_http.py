@@ -123,15 +123,20 @@ def _is_connected(sock: socket.socket) -> bool:
 def test_the_loop_spends_no_more_than_its_share() -> None:
     """A stock first, then a share, whatever a turn costs; and what it did not spend is not saved up without end."""
     pace = Pace(share=0.1, stock_seconds=0.25, now=0.0, spent=0.0)
-    assert pace.sleep_seconds(0.2, 0.2) == 0
-    now = spent = 0.2
+    now = spent = 0.0
     while now < 100:
         now, spent = now + 0.003, spent + 0.003
         now += pace.sleep_seconds(now, spent)
     assert spent == pytest.approx(0.25 + 0.1 * now, rel=0.01)
     now += 1000
-    assert pace.sleep_seconds(now, spent + 0.25) == 0
+    assert pace.sleep_seconds(now, spent + 0.25) == pytest.approx(0.25)
     assert pace.sleep_seconds(now, spent + 60) == LONGEST_SLEEP_SECONDS
+
+
+def test_a_turn_within_the_stock_is_followed_by_a_pause_as_long() -> None:
+    pace = Pace(share=0.1, stock_seconds=0.25, now=0.0, spent=0.0)
+    assert pace.sleep_seconds(1.0, 0.001) == pytest.approx(0.001)
+    assert pace.sleep_seconds(2.0, 0.001) == 0
 
 
 def test_every_turn_of_the_loop_is_paced() -> None:

@@ -4,6 +4,10 @@ The engine's thread and ours share the interpreter's lock, so a client that asks
 step. The event loop therefore has a budget of processor time: a stock that ordinary scraping and a person at the status
 page never use up, and beyond it a share. A loop that has spent more sleeps, without the lock, before it looks at its
 sockets again; requests wait meanwhile, in the kernel.
+
+Within the stock too, a turn of the loop is followed by a pause as long as itself. To let go of the lock is not enough:
+who takes it again at once is faster than the thread that waits for it, which then gets it after the interpreter's
+switch interval only (5 ms), in the middle of some later turn. After the pause it is the engine that has it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import selectors
 import time
 from collections.abc import Callable
 
-SHARE = 0.1
+SHARE = 0.02  # 20 requests a second or so
 STOCK_SECONDS = 0.25
 LONGEST_SLEEP_SECONDS = 0.5  # the server must hear of its end
 
@@ -27,9 +31,10 @@ class Pace:
 
     def sleep_seconds(self, now: float, spent: float) -> float:
         """How long to do nothing. `spent` is all processor time of the thread so far."""
-        self._stock = min(self._capacity, self._stock + (now - self._now) * self._share) - (spent - self._spent)
+        turn = spent - self._spent
+        self._stock = min(self._capacity, self._stock + (now - self._now) * self._share) - turn
         self._now, self._spent = now, spent
-        return min(LONGEST_SLEEP_SECONDS, max(0.0, -self._stock / self._share))
+        return min(LONGEST_SLEEP_SECONDS, max(turn, -self._stock / self._share))
 
 
 class PacedSelector(selectors.DefaultSelector):
