@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import selectors
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from builders.guarded_pool import guarded_pool, wait_for
 from builders.hostile import HEAD, KINDS, connect, under_attack
 from builders.snapshots import make_incident
 from kv_canary.http import connection as connection_module
+from kv_canary.http import pace as pace_module
 from kv_canary.http.connection import REQUEST_LIMIT, WAITING_LIMIT
 from kv_canary.http.pace import LONGEST_SLEEP_SECONDS, Pace, PacedSelector
 
@@ -130,7 +132,7 @@ def test_the_loop_spends_no_more_than_its_share() -> None:
     assert spent == pytest.approx(0.25 + 0.1 * now, rel=0.01)
     now += 1000
     assert pace.sleep_seconds(now, spent + 0.25) == pytest.approx(0.25)
-    assert pace.sleep_seconds(now, spent + 60) == LONGEST_SLEEP_SECONDS
+    assert pace.sleep_seconds(now, spent + 60.25) == pytest.approx(600)
 
 
 def test_a_turn_within_the_stock_is_followed_by_a_pause_as_long() -> None:
@@ -146,3 +148,32 @@ def test_every_turn_of_the_loop_is_paced() -> None:
         sum(range(1_000_000))
         selector.select(0)
     assert len(slept) == 1
+
+
+def test_a_loop_in_debt_looks_at_no_socket_but_hears_of_its_end() -> None:
+    """However much a turn has cost: the sleep is cut short, for the timers, and the requests wait on."""
+    slept: list[float] = []
+    end: list[bool] = []
+    pace = Pace(share=0.1, stock_seconds=0.0, now=time.monotonic(), spent=time.thread_time() - 60)
+    here, there = socket.socketpair()
+    with here, there, PacedSelector(pace, ends=lambda: bool(end), sleep=slept.append) as selector:
+        selector.register(here, selectors.EVENT_READ)
+        there.send(b"x")
+        assert selector.select(0) == []
+        assert selector.select(0) == []
+        assert slept == [LONGEST_SLEEP_SECONDS] * 2
+        end.append(True)
+        assert [key.fileobj for key, _ in selector.select(0)] == [here]
+        assert len(slept) == 2
+
+
+def test_a_server_in_debt_answers_nobody_and_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace_module, "SHARE", 1e-6)
+    monkeypatch.setattr(pace_module, "STOCK_SECONDS", 0.1)
+    with guarded_pool(traffic=False, served=True) as (sidecar, _):
+        url = sidecar.settle().url
+        with httpx.Client(trust_env=False, timeout=1) as client, pytest.raises(httpx.TimeoutException):
+            [client.get(f"{url}/metrics") for _ in range(1000)]
+        assert "kv-canary-http" in {thread.name for thread in threading.enumerate()}
+        sidecar.detach()
+        assert "kv-canary-http" not in {thread.name for thread in threading.enumerate()}

@@ -2,8 +2,9 @@
 
 The engine's thread and ours share the interpreter's lock, so a client that asks without a pause would slow down every
 step. The event loop therefore has a budget of processor time: a stock that ordinary scraping and a person at the status
-page never use up, and beyond it a share. A loop that has spent more sleeps, without the lock, before it looks at its
-sockets again; requests wait meanwhile, in the kernel.
+page never use up, and beyond it a share. A loop that has spent more sleeps, without the lock, until it has paid; before
+that it looks at no socket, only at its timers now and then, and requests wait in the kernel. A loop that shall end is
+not held up.
 
 Within the stock too, a turn of the loop is followed by a pause as long as itself. To let go of the lock is not enough:
 who takes it again at once is faster than the thread that waits for it, which then gets it after the interpreter's
@@ -19,7 +20,7 @@ from collections.abc import Callable
 
 SHARE = 0.02  # 20 requests a second or so
 STOCK_SECONDS = 0.25
-LONGEST_SLEEP_SECONDS = 0.5  # the server must hear of its end
+LONGEST_SLEEP_SECONDS = 0.5  # the server must hear of its end, which it looks for by a timer
 
 
 class Pace:
@@ -30,11 +31,11 @@ class Pace:
         self._stock, self._now, self._spent = stock_seconds, now, spent
 
     def sleep_seconds(self, now: float, spent: float) -> float:
-        """How long to do nothing. `spent` is all processor time of the thread so far."""
+        """How long to look at no socket. `spent` is all processor time of the thread so far."""
         turn = spent - self._spent
         self._stock = min(self._capacity, self._stock + (now - self._now) * self._share) - turn
         self._now, self._spent = now, spent
-        return min(LONGEST_SLEEP_SECONDS, max(turn, -self._stock / self._share))
+        return max(turn, -self._stock / self._share)
 
 
 class PacedSelector(selectors.DefaultSelector):
@@ -44,20 +45,25 @@ class PacedSelector(selectors.DefaultSelector):
         self,
         pace: Pace | None = None,
         *,
+        ends: Callable[[], bool] = lambda: False,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__()
+        self._ends = ends
         self._sleep = sleep
         self._pace = pace or Pace(
             share=SHARE, stock_seconds=STOCK_SECONDS, now=time.monotonic(), spent=time.thread_time()
         )
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if (seconds := self._pace.sleep_seconds(time.monotonic(), time.thread_time())) > 0:
-            self._sleep(seconds)
-        return super().select(timeout)
+        if self._ends():
+            return super().select(timeout)
+        seconds = self._pace.sleep_seconds(time.monotonic(), time.thread_time())
+        if seconds > 0:
+            self._sleep(min(seconds, LONGEST_SLEEP_SECONDS))
+        return super().select(timeout) if seconds <= LONGEST_SLEEP_SECONDS else []
 
 
-def paced_event_loop() -> asyncio.AbstractEventLoop:
-    """To be called on the thread that will run it."""
-    return asyncio.SelectorEventLoop(PacedSelector())
+def paced_event_loop(ends: Callable[[], bool]) -> asyncio.AbstractEventLoop:
+    """To be called on the thread that will run it; `ends` is asked at every turn."""
+    return asyncio.SelectorEventLoop(PacedSelector(ends=ends))

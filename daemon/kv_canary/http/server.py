@@ -121,7 +121,7 @@ class HttpServer:
     def _run(self) -> None:
         try:
             # A loop of our own making: the host may have a policy, and `Server.run` of older uvicorn may set one.
-            with asyncio.Runner(loop_factory=paced_event_loop) as runner:
+            with asyncio.Runner(loop_factory=lambda: paced_event_loop(lambda: self._server.should_exit)) as runner:
                 runner.run(self._server.serve(sockets=[self._socket]))
         except (Exception, SystemExit):  # noqa: BLE001  the host's process must not see it
             LOGGER.exception("kv_canary: the HTTP server died; the canary and the engine go on without it")
